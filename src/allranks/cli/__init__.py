@@ -1,0 +1,1 @@
+"""The `allranks` command."""

@@ -1,0 +1,1 @@
+"""What makes all ranks act together: failures, votes, policy."""

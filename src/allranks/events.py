@@ -1,0 +1,79 @@
+"""One JSON-lines file per rank: what happened, in a versioned schema.
+
+Every line has ``v`` (schema version), ``time`` (Unix seconds), ``rank``, ``launch`` and ``kind``;
+the other fields belong to the kind and are listed in `KINDS`.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+EVENTS_VERSION = 1
+EVENTS_DIR = "events"
+
+KINDS: dict[str, tuple[str, ...]] = {
+    "launch": ("world_size", "profile", "device", "versions"),
+    "note": ("message",),
+    "data": ("samples", "eval_samples", "max_length", "truncated", "skipped"),
+    "model": ("parameters", "trainable", "base_bytes"),
+    "resume": ("step", "epoch", "consumed", "checkpoint"),
+    "step": ("step", "epoch", "sample_ids", "micro_batches", "target_tokens", "tokens", "seconds", "caps"),
+    "log": ("step", "loss", "grad_norm", "learning_rate", "tokens_per_s", "peak_bytes"),
+    "failure": ("step", "phase", "kind", "message", "attempt", "sample_ids"),
+    "retry": ("step", "attempt", "phase", "failed_rank", "caps"),
+    "skipped_step": ("step", "reason"),
+    "eval": ("step", "loss", "samples", "target_tokens", "seconds"),
+    "save": ("step", "path", "seconds", "bytes"),
+    "save_failed": ("step", "message"),
+    "stop": ("step", "reason", "message"),
+    "finish": ("step", "seconds", "adapter"),
+}
+"""The kinds of event and the fields that each has besides the common ones."""
+
+
+class EventLog:
+    """Appends events of one rank; each line is written and flushed at once."""
+
+    def __init__(self, run_dir: Path, rank: int, launch: int) -> None:
+        folder = run_dir / EVENTS_DIR
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"rank{rank}.jsonl"
+        cut_by_a_kill = path.exists() and not path.read_bytes().endswith(b"\n")
+        self._file: TextIO = path.open("a", encoding="utf-8", buffering=1)
+        if cut_by_a_kill:
+            self._file.write("\n")
+        self._rank = rank
+        self._launch = launch
+
+    def write(self, kind: str, **fields: Any) -> None:
+        """Append one event.
+
+        Raises:
+            ValueError: the kind is unknown or its fields are not those of `KINDS`: a fault of ours.
+        """
+        if kind not in KINDS or set(fields) != set(KINDS[kind]):
+            raise ValueError(f"event {kind!r} with fields {sorted(fields)} does not match {KINDS.get(kind)}")
+        common = {"v": EVENTS_VERSION, "time": time.time(), "rank": self._rank, "launch": self._launch, "kind": kind}
+        self._file.write(json.dumps({**common, **fields}) + "\n")
+
+    def close(self) -> None:
+        """Close the file; nothing is written afterwards."""
+        self._file.close()
+
+
+def read_events(run_dir: Path, rank: int = 0) -> Iterator[dict[str, Any]]:
+    """The events of one rank, oldest first; a last line cut short by a kill is left out."""
+    path = run_dir / EVENTS_DIR / f"rank{rank}.jsonl"
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8") as lines:
+        for line in lines:
+            if line.endswith("\n") and line.strip():
+                try:
+                    yield json.loads(line)
+                except json.JSONDecodeError:
+                    continue  # a kill cut the line; the next launch appended after it

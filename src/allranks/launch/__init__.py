@@ -1,0 +1,1 @@
+"""From a plan to argv and environment, and the module that starts and watches the processes."""

@@ -1,0 +1,1 @@
+"""From config, profile and hardware to one frozen, printable plan."""

@@ -1,0 +1,1 @@
+"""What a person reads about runs, made from plans and events."""

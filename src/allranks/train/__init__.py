@@ -1,0 +1,1 @@
+"""The worker: one process per rank, started by `accelerate launch`."""

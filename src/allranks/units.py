@@ -1,0 +1,23 @@
+"""Numbers as people read them. Inside the program bytes are ints and times are seconds."""
+
+from __future__ import annotations
+
+GIB = 1024**3
+MIB = 1024**2
+
+
+def human_bytes(count: int) -> str:
+    """`count` bytes as GiB, MiB or KiB with three significant figures, e.g. ``10.2 GiB``."""
+    for size, unit in ((GIB, "GiB"), (MIB, "MiB"), (1024, "KiB")):
+        if abs(count) >= size:
+            return f"{count / size:.3g} {unit}" if abs(count) < 1000 * size else f"{count / size:.0f} {unit}"
+    return f"{count} B"
+
+
+def human_seconds(seconds: float) -> str:
+    """`seconds` as ``1 h 02 min``, ``3 min 07 s`` or ``4.2 s``."""
+    if seconds >= 3600:
+        return f"{int(seconds // 3600)} h {int(seconds % 3600 // 60):02d} min"
+    if seconds >= 60:
+        return f"{int(seconds // 60)} min {int(seconds % 60):02d} s"
+    return f"{seconds:.1f} s"
