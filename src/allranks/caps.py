@@ -1,0 +1,19 @@
+"""What one micro-batch may hold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Caps:
+    """The largest micro-batch that every rank may form; the same on all ranks.
+
+    Attributes:
+        max_samples: most samples in one micro-batch, at least 1.
+        max_tokens: most tokens in one micro-batch, padding included; None: no limit but `max_samples`.
+            One sample above it travels alone.
+    """
+
+    max_samples: int
+    max_tokens: int | None
