@@ -1,0 +1,135 @@
+"""`fsdp`: PyTorch's FSDP2; base and adapter are sharded, and gathered layer by layer.
+
+The model is wrapped here and not by `accelerator.prepare`, for two contracts that accelerate breaks:
+on CPU ranks it leaves the model unwrapped without a word, and its bf16 policy casts the fp32 adapter to the dtype
+of the packed 4-bit weights, whose bytes the gather then rewrites where they look like NaN (bitsandbytes#1945).
+Every value of the profile is still taken from accelerate's plugin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from allranks.strategies.base import NamedTensors, OptimizerState
+from allranks.strategies.optim import allocate_state
+
+
+class Fsdp:
+    """Strategy of the `fsdp` profile.
+
+    Args:
+        accelerator: the worker's `accelerate.Accelerator`.
+        plugin: accelerate's FullyShardedDataParallelPlugin, with the profile's values.
+        model: the PEFT model, on the accelerator's device; trained parameters are fp32.
+        make_optimizer: builds the optimizer over the sharded parameters.
+    """
+
+    lockstep = True
+    optimizer_layout = "per-parameter"
+
+    def __init__(self, accelerator: Any, plugin: Any, model: torch.nn.Module, make_optimizer: Any) -> None:
+        self._accelerator = accelerator
+        self._model = model
+        wrapped = set(plugin.transformer_cls_names_to_wrap or ())
+        layers = [module for module in model.modules() if type(module).__name__ in wrapped]
+        if not layers:
+            raise RuntimeError(f"no module of the model is one of {sorted(wrapped)}")
+        mesh = dist.device_mesh.init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
+        for layer in layers:
+            fully_shard(layer, mesh=mesh, reshard_after_forward=plugin.reshard_after_forward)
+        fully_shard(model, mesh=mesh, reshard_after_forward=plugin.reshard_after_forward)
+        for module in (model, *layers):
+            assert isinstance(module, FSDPModule)
+            module.set_gradient_divide_factor(1.0)  # sums: the loss carries the scale
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
+        self._named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        unsharded = [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]
+        if unsharded:
+            raise RuntimeError(f"FSDP left {len(unsharded)} parameters whole, {unsharded[0]} among them")
+        self._optimizer = make_optimizer(self._named.values())
+        allocate_state(self._optimizer, self._named.values())
+        self.begin_step()
+
+    def forward(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        with self._accelerator.autocast():
+            logits: torch.Tensor = self._model(**inputs).logits
+        return logits
+
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def begin_step(self) -> None:
+        for p in self._named.values():
+            p.grad = None
+
+    def reserve(self) -> None:
+        """Nothing: FSDP reduces in backward."""
+
+    def reduce(self) -> float:
+        """The gradients were summed in backward; a parameter that no sample reached gets zeros."""
+        for p in self._named.values():
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+        squares = torch.stack([_local(p.grad).square().sum() for p in self._named.values()]).sum()
+        dist.all_reduce(squares)
+        return float(squares.sqrt())
+
+    def step(self, learning_rate: float, coefficient: float) -> None:
+        if coefficient != 1.0:
+            for p in self._named.values():
+                _local(p.grad).mul_(coefficient)
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate
+        self._optimizer.step()
+
+    def train_mode(self, training: bool) -> None:
+        self._model.train(training)
+
+    def trainable(self) -> NamedTensors:
+        return {name: _whole(p) for name, p in self._named.items()}
+
+    def load_trainable(self, tensors: NamedTensors) -> None:
+        with torch.no_grad():
+            for name, p in self._named.items():
+                _fill(p, tensors[name])
+
+    def gradients(self) -> NamedTensors:
+        return {name: _whole(p.grad) for name, p in self._named.items()}
+
+    def optimizer_state(self) -> OptimizerState:
+        return {
+            name: {key: _whole(value) for key, value in self._optimizer.state[p].items()}
+            for name, p in self._named.items()
+        }
+
+    def load_optimizer_state(self, state: OptimizerState) -> None:
+        for name, p in self._named.items():
+            for key, value in self._optimizer.state[p].items():
+                _fill(value, state[name][key])
+
+
+def _local(tensor: torch.Tensor | None) -> torch.Tensor:
+    assert isinstance(tensor, DTensor)
+    return tensor.to_local()
+
+
+def _whole(tensor: torch.Tensor | None) -> torch.Tensor:
+    """The full tensor on the CPU (collective if it is sharded)."""
+    assert tensor is not None
+    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return full.detach().to("cpu", copy=True)
+
+
+def _fill(target: torch.Tensor, full: torch.Tensor) -> None:
+    """Copy this rank's shard of `full` into `target`, in place."""
+    if isinstance(target, DTensor):
+        source = distribute_tensor(full.to(target.device), target.device_mesh, target.placements)
+        target.to_local().copy_(source.to_local())
+    else:
+        target.copy_(full)
