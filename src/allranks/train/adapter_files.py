@@ -26,15 +26,30 @@ def peft_key(name: str, adapter_name: str = "default") -> str:
     return re.sub(rf"\.{re.escape(adapter_name)}(\.[^.]+)?$", r"\1", key)
 
 
-def by_peft_key(adapter: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors of an adapter under PEFT's own keys.
+def tied_names(model: torch.nn.Module) -> dict[str, str]:
+    """Further names of trained parameters that several modules of a PeftModel share: further name → first name.
+
+    ``model.named_parameters()`` gives only the first, but PEFT asks for all of them in the file (``lm_head`` beside
+    ``embed_tokens`` after ``ensure_weight_tying``).
+    """
+    first: dict[int, str] = {}
+    tied = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter.requires_grad and first.setdefault(id(parameter), name) != name:
+            tied[name] = first[id(parameter)]
+    return tied
+
+
+def by_peft_key(adapter: Mapping[str, torch.Tensor], tied: Mapping[str, str]) -> dict[str, torch.Tensor]:
+    """The tensors of an adapter under PEFT's own keys, the tied ones under each of theirs.
 
     Raises:
         ValueError: two parameters have the same key: a fault of ours.
     """
-    keyed = {peft_key(name): tensor for name, tensor in adapter.items()}
-    if len(keyed) != len(adapter):
-        raise ValueError(f"{len(adapter)} parameters have only {len(keyed)} PEFT keys")
+    named = {**adapter, **{name: adapter[first] for name, first in tied.items()}}
+    keyed = {peft_key(name): tensor for name, tensor in named.items()}
+    if len(keyed) != len(named):
+        raise ValueError(f"{len(named)} parameters have only {len(keyed)} PEFT keys")
     return keyed
 
 

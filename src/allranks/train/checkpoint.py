@@ -14,6 +14,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from allranks.errors import UserError
@@ -26,6 +27,7 @@ from allranks.train.adapter_files import (
     check_optimizer,
     check_tensors,
     peft_key,
+    tied_names,
 )
 from allranks.train.durable import (
     FileRecord,
@@ -51,6 +53,7 @@ __all__ = [
     "TrainState",
     "check_optimizer",
     "check_tensors",
+    "tied_names",
 ]
 
 CHECKPOINTS_DIR = "checkpoints"
@@ -87,22 +90,24 @@ class CheckpointStore:
         adapter: Mapping[str, torch.Tensor],
         optimizer: Mapping[str, Mapping[str, torch.Tensor]],
         adapter_config: Mapping[str, Any] | None,
+        *,
+        tied: Mapping[str, str] = MappingProxyType({}),
     ) -> CheckpointRef:
         """Write a checkpoint into a fresh folder, whole and fsynced. It counts only once it is published.
 
         Args:
             state: of the committed step.
-            adapter: fp32 masters in host memory by the PeftModel's parameter name. A tied parameter is given under
-                each of its names (``named_parameters(remove_duplicate=False)``): PEFT wants all of them in the file.
+            adapter: fp32 masters in host memory by the PeftModel's parameter name.
             optimizer: parameter name → field (``exp_avg``, ``step``, …; raw fields of 8-bit state) → tensor.
             adapter_config: PEFT's `LoraConfig.to_dict`; None leaves the file out.
+            tied: `tied_names` of the PeftModel.
 
         Raises:
             StorageError: no space, no permission, …; the partial folder is removed, earlier checkpoints stay usable.
         """
         name = f"step-{state.step:08d}-{secrets.token_hex(4)}"
         folder = self.folder / name
-        weights = by_peft_key(adapter)
+        weights = by_peft_key(adapter, tied)
         moments = {f"{field}/{name}": t for name, state_of in optimizer.items() for field, t in state_of.items()}
         needed = tensor_file_bytes(weights) + tensor_file_bytes(moments)
         free = free_bytes(folder)

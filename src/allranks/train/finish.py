@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from allranks.config.schema import RunConfig
@@ -37,6 +38,7 @@ def write_adapter(
     adapter: Mapping[str, torch.Tensor],
     tokenizer: Any,
     card: str,
+    tied: Mapping[str, str] = MappingProxyType({}),
 ) -> Path:
     """Write ``adapter/`` of a run; an earlier one is replaced once the new one is complete and on the disk.
 
@@ -46,6 +48,7 @@ def write_adapter(
         adapter: tensors in host memory by the PeftModel's parameter name, as `CheckpointStore.write` takes them.
         tokenizer: of the run; anything with `save_pretrained`.
         card: text of the model card.
+        tied: `tied_names` of the PeftModel.
 
     Returns:
         The folder, for ``PeftModel.from_pretrained(base, folder)``.
@@ -56,7 +59,7 @@ def write_adapter(
     final = run_dir / ADAPTER_DIR
     unique = secrets.token_hex(4)
     fresh, replaced = run_dir / f".{ADAPTER_DIR}-{unique}", run_dir / f".{ADAPTER_DIR}-{unique}-replaced"
-    weights = by_peft_key(adapter)
+    weights = by_peft_key(adapter, tied)
     try:
         fresh.mkdir()
         tokenizer.save_pretrained(fresh)
@@ -184,7 +187,7 @@ def _loading_code(plan: Plan, base: str, outcome: Outcome) -> str:
             "    load_in_4bit=True,",
             f"    bnb_4bit_quant_type={quantization.bnb_4bit_quant_type!r},",
             f"    bnb_4bit_use_double_quant={quantization.bnb_4bit_use_double_quant},",
-            f"    bnb_4bit_compute_dtype={(dtypes[plan.mixed_precision] if chosen == 'auto' else chosen)!r},",
+            f"    bnb_4bit_compute_dtype={compute!r},",
             ")",
         ]
         arguments.append("quantization_config=quantization")
