@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, strict=True, allow_inf_nan=False)
 
 
 class ModelConfig(_Section):
@@ -129,7 +129,7 @@ class TrainingConfig(_Section):
     group_by_length_window: int = Field(
         1, ge=1, description="Steps inside which samples are grouped by length; 1 keeps the plain shuffled order."
     )
-    seed: int = Field(42, ge=0, description="Seed of order, dropout and adapter initialisation.")
+    seed: int = Field(42, ge=0, lt=2**32, description="Seed of order, dropout and adapter initialisation.")
     logging_steps: int = Field(1, ge=1, description="Steps between log lines.")
     eval_steps: int | None = Field(None, ge=1, description="Steps between evaluations; default: only at the end.")
 

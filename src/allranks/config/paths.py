@@ -1,0 +1,80 @@
+"""Values that name a file, a folder or a repository of the hub."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from allranks.config.document import shown
+from allranks.config.fields import nearest
+from allranks.errors import Problem
+
+PATH_KEYS = ("model.name_or_path", "model.tokenizer_name_or_path", "data.train", "data.eval")
+"""Keys whose value is a file, a folder or a hub id."""
+
+_FILE_SUFFIXES = {
+    ".jsonl",
+    ".json",
+    ".csv",
+    ".tsv",
+    ".parquet",
+    ".arrow",
+    ".txt",
+    ".gz",
+    ".zst",
+    ".gguf",
+    ".safetensors",
+}
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+
+
+def resolve_paths(
+    given: dict[str, dict[str, Any]], base: Callable[[str], Path]
+) -> tuple[dict[str, dict[str, Any]], list[Problem]]:
+    """`given` with existing files and folders as absolute paths."""
+    resolved, problems = {section: dict(keys) for section, keys in given.items()}, []
+    for path in PATH_KEYS:
+        section, key = path.split(".")
+        value = given[section].get(key)
+        if not isinstance(value, str) or not value:
+            continue
+        # Path.resolve would follow a symbolic link, and with it lose the suffix that tells the kind of file.
+        place = Path(os.path.abspath(base(path) / _expanded(value)))  # noqa: PTH100
+        if _exists(place):
+            resolved[section][key] = str(place)
+        elif _looks_like_a_path(value):
+            siblings = [entry.name for entry in place.parent.iterdir()] if _exists(place.parent) else []
+            problems.append(
+                Problem(
+                    path=path,
+                    message=f"{shown(value)} does not exist: there is no {place}",
+                    nearest=nearest(place.name, siblings),
+                    fix="give a path from the folder of the configuration file, an absolute path, or a hub id",
+                )
+            )
+    return resolved, problems
+
+
+def _expanded(value: str) -> Path:
+    try:
+        return Path(value).expanduser()
+    except RuntimeError:  # the home of an unknown user
+        return Path(value)
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # no permission, or a name that is too long
+        return False
+
+
+def _looks_like_a_path(value: str) -> bool:
+    return (
+        value.startswith((".", "/", "~"))
+        or Path(value).suffix.lower() in _FILE_SUFFIXES
+        or _HUB_ID.fullmatch(value) is None
+    )
