@@ -1,0 +1,89 @@
+"""Faults on purpose, for `allranks drill` and for the tests: by rank, step and phase.
+
+``oom``, ``alloc`` and ``error`` raise, ``exit`` and ``sigkill`` end the process at once; ``nan`` raises
+nothing: the loop asks `FaultInjector.poison` and makes its own loss NaN. ``alloc`` is no imitation: it asks
+the allocator of the rank's device for more than there is.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from typing import NoReturn
+
+from allranks.plan.plan import FaultKind, Injection, Phase
+
+_BEYOND_ANY_HOST_BYTES = 2**60
+
+
+class FaultInjector:
+    """Makes the planned faults of one rank happen.
+
+    A fault fires while ``attempt < times``, so that with ``times=2`` the step succeeds at its third attempt.
+    The step is not compared in phase ``load``, which comes before any step.
+    """
+
+    def __init__(self, injections: tuple[Injection, ...], *, rank: int, device: str = "cpu") -> None:
+        """Keep the faults of this rank; `device` is a torch device such as ``cuda:0`` or ``cpu``."""
+        self._mine = tuple(injection for injection in injections if injection.rank == rank)
+        self._rank = rank
+        self._device = device
+
+    def at(self, phase: Phase, step: int, attempt: int) -> None:
+        """Call on entering `phase` of `step` (from 1) in attempt `attempt` (from 0); most often nothing happens.
+
+        Raises:
+            torch.OutOfMemoryError: kind ``oom``, or ``alloc`` on a GPU.
+            RuntimeError: kind ``error``, or ``alloc`` on the CPU.
+        """
+        for kind in self._due(phase, step, attempt):
+            if kind != "nan":
+                _fail(kind, self._rank, self._device)
+
+    def in_backward(self, step: int, attempt: int) -> Callable[[object], None]:
+        """A hook for `torch.Tensor.register_hook` that is `at("backward", ...)`.
+
+        Autograd calls it when the gradient of that tensor has been computed, so the fault happens inside
+        backward with its graph alive. Register it on a tensor in the middle of the graph (the logits, a hidden
+        state); on the loss itself it would fire before backward has done anything.
+        """
+
+        def hook(_gradient: object) -> None:
+            self.at("backward", step, attempt)
+
+        return hook
+
+    def poison(self, step: int, attempt: int) -> bool:
+        """Whether the loop makes its loss NaN in this attempt; kind ``nan`` in any phase of the step."""
+        phases = {injection.phase for injection in self._mine}
+        return any("nan" in self._due(phase, step, attempt) for phase in phases)
+
+    def _due(self, phase: Phase, step: int, attempt: int) -> list[FaultKind]:
+        return [
+            injection.kind
+            for injection in self._mine
+            if injection.phase == phase and (phase == "load" or injection.step == step) and attempt < injection.times
+        ]
+
+
+def _fail(kind: FaultKind, rank: int, device: str) -> NoReturn:
+    if kind == "exit":
+        os._exit(1)
+    if kind == "sigkill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if kind == "error":
+        raise RuntimeError("size mismatch, 3 against 4 (injected)")
+
+    import torch
+
+    if kind == "alloc":
+        on_gpu = device.startswith("cuda")
+        size_bytes = torch.cuda.get_device_properties(device).total_memory + 1 if on_gpu else _BEYOND_ANY_HOST_BYTES
+        torch.empty(size_bytes, dtype=torch.uint8, device=device)
+    raise torch.OutOfMemoryError(
+        f"CUDA out of memory. Tried to allocate 2.00 GiB. GPU {rank} has a total capacity of 24.00 GiB of which "
+        "512.00 MiB is free. Including non-PyTorch memory, this process has 23.50 GiB memory in use. Of the "
+        "allocated memory 22.00 GiB is allocated by PyTorch, and 1.00 GiB is reserved by PyTorch but unallocated. "
+        "(injected)"
+    )
