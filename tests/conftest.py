@@ -19,10 +19,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="leave out slow tests, and multi-process ones but for smoke")
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "smoke: the multi-process test that --quick keeps")
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     nightly_asked = "nightly" in str(config.getoption("-m"))
     quick = bool(config.getoption("--quick"))
