@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from allranks.train.batches import Caps, Cost, Split, split
+from allranks.caps import Caps
+from allranks.train.split import Cost, Split, split
 
 
 @dataclass(frozen=True)
@@ -141,19 +142,21 @@ def test_the_micro_steps_of_everyday_settings():
     """per_device_train_batch_size x ranks x accumulation gives as many micro-steps as accumulation says."""
     lengths = list(range(100, 132))
     for lockstep, padded in itertools.product((True, False), repeat=2):
-        ranks = split(lengths, world_size=2, caps=Caps(max_samples=4), lockstep=lockstep, padded=padded)
+        ranks = split(
+            lengths, world_size=2, caps=Caps(max_samples=4, max_tokens=None), lockstep=lockstep, padded=padded
+        )
         assert [[len(micro_batch) for micro_batch in rank] for rank in ranks] == [[4] * 4] * 2
 
 
 def test_padded_micro_batches_hold_neighbours_in_length():
     lengths = [900, 10, 880, 12, 870, 11, 860, 13]
-    ranks = split(lengths, world_size=2, caps=Caps(max_samples=2), lockstep=True)
+    ranks = split(lengths, world_size=2, caps=Caps(max_samples=2, max_tokens=None), lockstep=True)
     assert sorted(sorted(micro_batch) for rank in ranks for micro_batch in rank) == [[0, 2], [1, 5], [3, 7], [4, 6]]
 
 
 def test_a_long_sample_gets_a_micro_step_of_its_own_when_that_pays():
     lengths = [6000, 400, 300, 200, 200, 100, 80, 50]
-    caps = Caps(max_samples=4)
+    caps = Caps(max_samples=4, max_tokens=None)
     patient = split(lengths, world_size=2, caps=caps, lockstep=False)
     assert any(rank[0] == (0,) for rank in patient)
     hasty = split(lengths, world_size=2, caps=caps, lockstep=False, cost=Cost(c=1e6))
@@ -274,15 +277,14 @@ def test_512_samples_over_64_ranks_are_split_in_milliseconds(padded, lockstep):
 
 
 def test_no_samples_and_faulty_arguments():
-    caps = Caps(max_samples=4)
+    caps = Caps(max_samples=4, max_tokens=None)
     assert split([], world_size=3, caps=caps, lockstep=True) == ((), (), ())
     with pytest.raises(ValueError, match=r"cannot split lengths \[4, 0\] over 2 ranks"):
         split([4, 0], world_size=2, caps=caps, lockstep=True)
     with pytest.raises(ValueError, match="over 0 ranks"):
         split([4], world_size=0, caps=caps, lockstep=True)
-    with pytest.raises(ValueError, match="max_samples is 0"):
-        Caps(max_samples=0)
-    with pytest.raises(ValueError, match="max_tokens is 0"):
-        Caps(max_samples=1, max_tokens=0)
+    for faulty in (Caps(max_samples=0, max_tokens=None), Caps(max_samples=1, max_tokens=0)):
+        with pytest.raises(ValueError, match="a cap is at least 1"):
+            split([4], world_size=2, caps=faulty, lockstep=True)
     with pytest.raises(ValueError, match="a or b above it"):
         Cost(a=0.0)

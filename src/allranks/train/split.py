@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from allranks.caps import Caps
 from allranks.train.split_deal import Batch, Ranks, slowest
 from allranks.train.split_flat import fewest_flat_slots, flat_ranks
 from allranks.train.split_padded import fewest_padded_slots, padded_ranks
@@ -18,25 +19,6 @@ MicroBatch = tuple[int, ...]
 
 Split = tuple[tuple[MicroBatch, ...], ...]
 """The micro-batches of each rank."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Caps:
-    """What one micro-batch may hold.
-
-    Attributes:
-        max_samples: samples.
-        max_tokens: tokens, padding included where there is padding; None: no cap. A single sample may exceed it.
-    """
-
-    max_samples: int
-    max_tokens: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.max_samples < 1:
-            raise ValueError(f"max_samples is {self.max_samples}: a micro-batch holds at least 1 sample")
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise ValueError(f"max_tokens is {self.max_tokens}: it must be at least 1, or None")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,8 +73,10 @@ def split(
         arguments; reordering the lengths does not change the cost.
 
     Raises:
-        ValueError: a length below 1, or no rank.
+        ValueError: a length or cap below 1, or no rank.
     """
+    if caps.max_samples < 1 or (caps.max_tokens is not None and caps.max_tokens < 1):
+        raise ValueError(f"{caps}: a cap is at least 1")
     if world_size < 1 or min(lengths, default=1) < 1:
         raise ValueError(f"cannot split lengths {list(lengths)[:8]} over {world_size} ranks")
     if not lengths:
