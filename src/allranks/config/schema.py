@@ -132,6 +132,7 @@ class TrainingConfig(_Section):
     seed: int = Field(42, ge=0, lt=2**32, description="Seed of order, dropout and adapter initialisation.")
     logging_steps: int = Field(1, ge=1, description="Steps between log lines.")
     eval_steps: int | None = Field(None, ge=1, description="Steps between evaluations; default: only at the end.")
+    eval_on_start: bool = Field(False, description="Evaluate before the first step too.")
 
 
 class OomConfig(_Section):

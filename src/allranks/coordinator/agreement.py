@@ -91,6 +91,30 @@ class ControlPlane:
         rows: list[list[float]] = table.tolist()
         return rows
 
+    def broadcast_text(self, text: str | None) -> str:
+        """Give rank 0's text to all ranks; for start-up, not for steps.
+
+        Raises:
+            ControlPlaneLost: a rank is gone. The group is not used again.
+        """
+        if self._lost is not None:
+            raise ControlPlaneLost(self._lost)
+        if self._group is None:
+            assert text is not None
+            return text
+        from torch.distributed import broadcast_object_list
+
+        box = [text]
+        self._lost = "the control plane was interrupted in a broadcast and can't be used again"
+        try:
+            broadcast_object_list(box, src=0, group=self._group)
+        except RuntimeError as exc:
+            self._lost = f"rank {self.rank} lost its peers: {str(exc).splitlines()[0]}"
+            raise ControlPlaneLost(self._lost) from exc
+        self._lost = None
+        assert box[0] is not None
+        return box[0]
+
     def close(self) -> None:
         """Give the group back; every later exchange raises. A lost group is left alone: it may never answer."""
         if self._group is not None and self._lost is None:

@@ -19,11 +19,13 @@ class Strategy(Protocol):
 
     Attributes:
         lockstep: forward and backward contain collectives, so every rank runs the same number of micro-steps.
-        optimizer_layout: optimizer state that is not by-parameter fp32 resumes exactly only on an equal layout.
+        gathers: reading parameters or optimizer state is a collective.
+        whole_base: every rank holds the whole frozen base.
     """
 
     lockstep: bool
-    optimizer_layout: str
+    gathers: bool
+    whole_base: bool
 
     def forward(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Logits of one micro-batch: [batch, tokens, vocabulary], or [batch, tokens, classes]."""

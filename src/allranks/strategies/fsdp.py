@@ -31,7 +31,8 @@ class Fsdp:
     """
 
     lockstep = True
-    optimizer_layout = "per-parameter"
+    gathers = True
+    whole_base = False
 
     def __init__(self, accelerator: Any, plugin: Any, model: torch.nn.Module, make_optimizer: Any) -> None:
         self._accelerator = accelerator

@@ -28,6 +28,8 @@ class Replicated:
     """
 
     lockstep = False
+    gathers = False
+    whole_base = True
 
     def __init__(self, accelerator: Any, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._named = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -36,7 +38,6 @@ class Replicated:
         self._model = accelerator.prepare_model(model)
         if self._world_size > 1 and not isinstance(self._model, DistributedDataParallel):
             raise RuntimeError(f"accelerate left the model as {type(self._model).__name__} on {self._world_size} ranks")
-        self.optimizer_layout = "per-parameter"
         self._flat = torch.zeros(
             sum(p.numel() for p in self._named.values()), dtype=torch.float32, device=accelerator.device
         )

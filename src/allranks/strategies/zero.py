@@ -50,13 +50,15 @@ def configure_engine(config: dict[str, Any], *, trainable: int) -> None:
 class Zero:
     """Strategy of the `zero2` and `zero3` profiles. Arguments as `Replicated`'s."""
 
+    gathers = True
+
     def __init__(self, accelerator: Any, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._world_size: int = accelerator.num_processes
         plugin = accelerator.state.deepspeed_plugin
         self._stage: int = plugin.zero_stage
         self.lockstep = self._stage == 3
-        self.optimizer_layout = "per-parameter"
+        self.whole_base = self._stage == 2
         configure_engine(plugin.deepspeed_config, trainable=sum(p.numel() for p in self._named.values()))
         self._engine, _ = accelerator.prepare(model, optimizer)
         self._zero = self._engine.optimizer
@@ -102,7 +104,7 @@ class Zero:
         # A rank without samples, or a module that no sample reached: its gradient is zero, and it is reduced.
         for p in self._named.values():
             if p.grad is None:
-                shape = p.ds_shape if self._stage == 3 else p.shape
+                shape = getattr(p, "ds_shape", p.shape)  # ZeRO-3 keeps the whole shape beside its partition
                 p.grad = torch.zeros(shape, dtype=torch.float32, device=self._engine.device)
         if self._stage == 2:
             self._zero.setup_buckets()

@@ -1,0 +1,90 @@
+"""The frozen base must be the same bytes on every rank, and in the forward pass of every profile.
+
+A published FSDP recipe breaks the second: sharded bytes stay right while the gathered ones are rewritten, so only
+a look inside forward can tell.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from allranks.coordinator.agreement import ControlPlane
+from allranks.errors import ExitCode, StopTraining
+from allranks.strategies.base import Strategy
+
+_PROBE_TOKENS = 8
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    """48 bits of the tensor's bytes and their places; equal bytes of any dtype give equal sums."""
+    words = tensor.detach().contiguous().view(torch.uint8).flatten()
+    padding = -words.numel() % 8
+    if padding:
+        words = torch.cat([words, words.new_zeros(padding)])
+    words = words.view(torch.int64)
+    # Wrapping int64 arithmetic; the odd multipliers make the sum depend on where each word stands.
+    places = torch.arange(words.numel(), device=words.device, dtype=torch.int64) * 2 + 1
+    return int((words * places).sum().item()) & (2**48 - 1)
+
+
+def packed_weights(model: torch.nn.Module) -> dict[str, int]:
+    """Checksum of each 4-bit weight, by the name of its layer, before the model is spread."""
+    return {
+        name: checksum(module.weight) for name, module in model.named_modules() if type(module).__name__ == "Linear4bit"
+    }
+
+
+def require_equal_on_all_ranks(control: ControlPlane, model: torch.nn.Module) -> None:
+    """Compare every parameter and buffer, trained ones included, over the ranks.
+
+    Raises:
+        StopTraining: they differ: the ranks loaded different models.
+    """
+    total = 0
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        total = (total * 31 + len(name) + checksum(tensor)) & (2**48 - 1)
+    sums = [row[0] for row in control.exchange([float(total)])]
+    if len(set(sums)) > 1:
+        odd = [rank for rank, value in enumerate(sums) if value != sums[0]]
+        raise StopTraining(
+            "failure",
+            f"ranks {odd} loaded another model than rank 0\n"
+            "    fix: give all nodes the same model files and the same versions of the libraries",
+            ExitCode.USAGE,
+        )
+
+
+def require_intact_in_forward(
+    control: ControlPlane, strategy: Strategy, model: Any, before: dict[str, int], device: torch.device
+) -> None:
+    """Run one short forward pass and compare the 4-bit weights that the layers really see (collective).
+
+    Raises:
+        StopTraining: the profile changes them on some rank.
+    """
+    seen: dict[str, int] = {}
+    hooks = [
+        module.register_forward_pre_hook(
+            lambda layer, _inputs, name=name: seen.__setitem__(name, checksum(layer.weight))
+        )
+        for name, module in model.named_modules()
+        if type(module).__name__ == "Linear4bit"
+    ]
+    ids = torch.zeros(1, _PROBE_TOKENS, dtype=torch.long, device=device)
+    strategy.train_mode(False)
+    with torch.no_grad():
+        strategy.forward({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+    for hook in hooks:
+        hook.remove()
+    changed = sorted(name for name, value in seen.items() if before[name] != value)
+    rows = control.exchange([float(len(changed)), float(len(seen))])
+    if any(row[0] for row in rows) or any(row[1] != len(before) for row in rows):
+        example = f", {changed[0]} for one" if changed else ""
+        raise StopTraining(
+            "failure",
+            f"4-bit weights differ in forward (changed and seen by rank: {rows}; {len(before)} loaded{example})\n"
+            "    fix: set quantization.bnb_4bit_quant_storage: auto, or use another profile",
+            ExitCode.CRASH,
+        )

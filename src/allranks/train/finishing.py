@@ -1,0 +1,105 @@
+"""The end of a run: the adapter folder, reloaded and compared before the run says success."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from allranks.errors import ExitCode, StopTraining
+from allranks.strategies.base import NamedTensors
+from allranks.train.adapter_files import ADAPTER_FILE, peft_key
+from allranks.train.collate import pad_batch
+from allranks.train.context import Context
+from allranks.train.finish import ADAPTER_DIR, Outcome, model_card, write_adapter
+from allranks.train.job import Job
+from allranks.train.together import Attempt, together
+from allranks.train.versions import versions
+
+_PROBE_TOKENS = 64
+
+
+def finish(ctx: Context, job: Job) -> None:
+    """Write ``adapter/`` and prove that it gives the logits of the model that was trained.
+
+    Raises:
+        StopTraining: it could not be written, or gives other logits.
+    """
+    step = job.position.step
+    probe = _probe(ctx, job)
+    expected = _logits(job, probe)
+
+    def gather(at: Attempt) -> NamedTensors:
+        at.phase = "final"
+        return job.strategy.trainable()
+
+    def write(at: Attempt) -> None:
+        at.phase = "final"
+        if ctx.is_main:
+            write_adapter(
+                ctx.run_dir,
+                peft_config=job.peft_config,
+                adapter=adapter,
+                tokenizer=job.tokenizer,
+                card=model_card(ctx.plan, _outcome(ctx, job)),
+                tied=job.tied,
+            )
+
+    adapter, _ = together(ctx, "save", step, gather, collective=ctx.world_size > 1 and job.strategy.gathers)
+    together(ctx, "save", step, write)
+    _reload(ctx, job, adapter)
+    found = _logits(job, probe)
+    worst = float((found - expected).abs().max())
+    if any(row[0] for row in ctx.control.exchange([float(not torch.equal(found, expected))])):
+        raise StopTraining(
+            "failure",
+            f"the written adapter gives other logits than the trained model (by up to {worst:.3g} on this rank)\n"
+            "    fix: the last checkpoint is usable; please report this",
+            ExitCode.CRASH,
+        )
+    if ctx.is_main:
+        ctx.events.write(
+            "finish", step=step, seconds=job.earlier_s + time.monotonic() - ctx.started, adapter=ADAPTER_DIR
+        )
+
+
+def _probe(ctx: Context, job: Job) -> dict[str, torch.Tensor]:
+    """The first training sample, cut short; the same on all ranks."""
+    sample = job.data.train[0]
+    batch = pad_batch([sample], job.tokenizer.pad_token_id)
+    batch.pop("labels")
+    return {name: tensor[:, :_PROBE_TOKENS].to(ctx.rank.device) for name, tensor in batch.items()}
+
+
+def _logits(job: Job, probe: dict[str, torch.Tensor]) -> torch.Tensor:
+    job.strategy.train_mode(False)
+    with torch.no_grad():
+        return job.strategy.forward(probe).detach().float().cpu()
+
+
+def _reload(ctx: Context, job: Job, adapter: NamedTensors) -> None:
+    """Wipe the trained parameters, then set them from the file alone."""
+    from safetensors.torch import load_file
+
+    saved = load_file(ctx.run_dir / ADAPTER_DIR / ADAPTER_FILE)
+    job.strategy.load_trainable({name: torch.zeros_like(tensor) for name, tensor in adapter.items()})
+    job.strategy.load_trainable({name: saved[peft_key(name)] for name in adapter})
+
+
+def _outcome(ctx: Context, job: Job) -> Outcome:
+    config = job.model.config
+    resized = ctx.plan.config.model.resize_token_embeddings
+    return Outcome(
+        steps=job.position.step,
+        train_samples=len(job.data.train),
+        max_length=job.data.report.max_length,
+        train_loss=job.last_loss,
+        eval_loss_before=job.eval_loss_before,
+        eval_loss=job.last_eval_loss,
+        wall_s=job.earlier_s + time.monotonic() - ctx.started,
+        world_size=ctx.world_size,
+        num_labels=config.num_labels if ctx.plan.config.model.task == "sequence-classification" else None,
+        embedding_rows=job.model.get_input_embeddings().weight.shape[0] if resized else None,
+        approximate=job.approximate,
+        versions=versions(),
+    )

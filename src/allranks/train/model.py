@@ -1,0 +1,205 @@
+"""The frozen, quantised base with its adapter, and the tokenizer put right."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from allranks.config.schema import LoraConfig, RunConfig
+from allranks.errors import UserError
+from allranks.plan.plan import ProfileKind
+
+PRESETS: dict[str, tuple[str, ...]] = {
+    "causal-lm": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+    "sequence-classification": ("q_proj", "v_proj"),
+}
+"""`lora.target_modules: auto`, by task."""
+
+COMPUTE_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16, "no": torch.float32}
+
+# Storage of the packed bytes that survives the profile (see docs/profiles.md): FSDP shards floating-point
+# parameters only, and with an fp32 adapter beside bf16 storage it gathers raw bytes. ZeRO-3 likewise.
+SAFE_STORAGE: dict[ProfileKind, str] = {
+    "single": "uint8",
+    "ddp": "uint8",
+    "zero2": "uint8",
+    "zero3": "bfloat16",
+    "fsdp": "bfloat16",
+}
+
+# Tokens that model families reserve for padding; never seen as text.
+_RESERVED_PADS = ("<|finetune_right_pad_id|>", "<pad>", "<|pad|>", "[PAD]", "<|endoftext|>", "<unk>")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelParts:
+    """A loaded model.
+
+    Attributes:
+        model: the PEFT model; the base is frozen, trained parameters are fp32.
+        notes: what differs from what a user may expect, one line each.
+    """
+
+    model: Any
+    notes: tuple[str, ...]
+
+
+def load_tokenizer(config: RunConfig) -> tuple[Any, tuple[str, ...]]:
+    """The tokenizer, with a padding token and right padding; and what was changed, said."""
+    from transformers import AutoTokenizer
+
+    source = config.model.tokenizer_name_or_path or config.model.name_or_path
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            source, revision=config.model.revision, trust_remote_code=config.model.trust_remote_code
+        )
+    except (OSError, ValueError) as error:
+        raise UserError(f"model: no tokenizer at {source!r}: {_first_line(error)}") from error
+    notes = []
+    if tokenizer.pad_token is None:
+        vocabulary = tokenizer.get_vocab()
+        reserved = next((token for token in _RESERVED_PADS if token in vocabulary), None)
+        tokenizer.pad_token = reserved if reserved is not None else tokenizer.eos_token
+        notes.append(f"the tokenizer has no padding token: {tokenizer.pad_token!r} pads (masked by position)")
+    if tokenizer.padding_side != "right":
+        notes.append(f"the tokenizer pads on the {tokenizer.padding_side}: training pads on the right")
+        tokenizer.padding_side = "right"
+    return tokenizer, tuple(notes)
+
+
+def load_model(
+    config: RunConfig,
+    *,
+    tokenizer: Any,
+    profile: ProfileKind,
+    precision: str,
+    device: torch.device,
+    num_labels: int | None,
+    checkpoint_reentrant: bool = False,
+) -> ModelParts:
+    """Load and quantise the base on `device`, freeze it, and put a fresh adapter on it.
+
+    Raises:
+        UserError: no such model, targets that the model lacks, tokens that its embedding lacks.
+    """
+    notes: list[str] = []
+    base = _load_base(config, profile=profile, precision=precision, device=device, num_labels=num_labels)
+    base.config.use_cache = False
+    base.config.pad_token_id = tokenizer.pad_token_id
+    extra_modules = _fit_vocabulary(base, tokenizer, config, notes)
+    for parameter in base.parameters():
+        parameter.requires_grad_(False)
+    for module in base.modules():
+        if type(module).__name__ == "Linear4bit":
+            # On CPUs with AVX512-BF16, bitsandbytes otherwise repacks the weight in place at the first evaluation.
+            module.support_avx512bf16_for_cpu = False
+    model = _add_adapter(base, config, extra_modules)
+    if config.training.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": checkpoint_reentrant})
+        model.enable_input_require_grads()
+    return ModelParts(model=model, notes=tuple(notes))
+
+
+def _load_base(
+    config: RunConfig, *, profile: ProfileKind, precision: str, device: torch.device, num_labels: int | None
+) -> Any:
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    dtype = COMPUTE_DTYPE[precision]
+    arguments: dict[str, Any] = {
+        "revision": config.model.revision,
+        "trust_remote_code": config.model.trust_remote_code,
+        "attn_implementation": config.model.attn_implementation,
+        "dtype": dtype,
+        "device_map": {"": device.index if device.type == "cuda" else "cpu"},
+    }
+    if config.quantization.load_in_4bit:
+        arguments["quantization_config"] = _quantization(config, profile, dtype)
+    if config.model.task == "sequence-classification":
+        factory: Any = AutoModelForSequenceClassification
+        arguments["num_labels"] = num_labels
+    else:
+        factory = AutoModelForCausalLM
+    try:
+        return factory.from_pretrained(config.model.name_or_path, **arguments)
+    except (OSError, ValueError) as error:
+        raise UserError(f"model.name_or_path: {config.model.name_or_path!r}: {_first_line(error)}") from error
+
+
+def _quantization(config: RunConfig, profile: ProfileKind, dtype: torch.dtype) -> Any:
+    from transformers import BitsAndBytesConfig
+
+    wanted = config.quantization
+    storage = wanted.bnb_4bit_quant_storage
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=wanted.bnb_4bit_quant_type,
+        bnb_4bit_use_double_quant=wanted.bnb_4bit_use_double_quant,
+        bnb_4bit_compute_dtype=dtype if wanted.bnb_4bit_compute_dtype == "auto" else wanted.bnb_4bit_compute_dtype,
+        bnb_4bit_quant_storage=SAFE_STORAGE[profile] if storage == "auto" else storage,
+    )
+
+
+def _fit_vocabulary(base: Any, tokenizer: Any, config: RunConfig, notes: list[str]) -> list[str]:
+    """Names of the modules that must be trained in full because the embedding grew; none otherwise."""
+    rows = base.get_input_embeddings().num_embeddings
+    if len(tokenizer) <= rows:
+        return []
+    if not config.model.resize_token_embeddings:
+        raise UserError(
+            f"model: the tokenizer has {len(tokenizer)} tokens and the model's embedding {rows} rows\n"
+            "    fix: use the model's own tokenizer, or set model.resize_token_embeddings: true "
+            "(the embedding is then trained and saved with the adapter)"
+        )
+    base.resize_token_embeddings(len(tokenizer))
+    notes.append(f"embedding resized from {rows} to {len(tokenizer)} rows: it is trained and saved with the adapter")
+    names = {id(base.get_input_embeddings()), id(base.get_output_embeddings())}
+    return sorted({name.rsplit(".", 1)[-1] for name, module in base.named_modules() if id(module) in names})
+
+
+def _add_adapter(base: Any, config: RunConfig, extra_modules: list[str]) -> Any:
+    from peft import LoraConfig as PeftLoraConfig
+    from peft import get_peft_model
+
+    lora = config.lora
+    wanted = sorted({*lora.modules_to_save, *extra_modules})
+    tied = bool(getattr(base.config, "tie_word_embeddings", False)) and bool(extra_modules)
+    peft_config = PeftLoraConfig(
+        r=lora.r,
+        lora_alpha=lora.lora_alpha if lora.lora_alpha is not None else 2 * lora.r,
+        lora_dropout=lora.lora_dropout,
+        target_modules=_targets(base, lora, config.model.task),
+        modules_to_save=wanted or None,
+        ensure_weight_tying=tied,
+        use_rslora=lora.use_rslora,
+        task_type="SEQ_CLS" if config.model.task == "sequence-classification" else "CAUSAL_LM",
+    )
+    torch.manual_seed(config.training.seed)  # the same adapter on every rank
+    model = get_peft_model(base, peft_config)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    return model
+
+
+def _targets(base: Any, lora: LoraConfig, task: str) -> str | list[str]:
+    if lora.target_modules == "all-linear":
+        return "all-linear"
+    wanted = list(PRESETS[task]) if lora.target_modules == "auto" else list(lora.target_modules)
+    linear = sorted(
+        {name.rsplit(".", 1)[-1] for name, module in base.named_modules() if isinstance(module, torch.nn.Linear)}
+    )
+    missing = [name for name in wanted if not any(full.split(".")[-1] == name for full in linear)]
+    if missing:
+        raise UserError(
+            f"lora.target_modules: the model has no layer named {', '.join(missing)}\n"
+            f"    valid: all-linear, {', '.join(linear)}\n"
+            "    fix: name layers of this model, or set lora.target_modules: all-linear"
+        )
+    return wanted
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,0 +1,202 @@
+"""One optimizer step up to the reduced gradients: split, forward, backward, vote 1, reduction, vote 2."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+
+import torch
+
+from allranks.coordinator.agreement import ROW_WIDTH, vote_two
+from allranks.coordinator.attempt import Failed, run_attempt
+from allranks.coordinator.ballots import StepBallot, StepTally, StepVerdict, fingerprint
+from allranks.coordinator.policy import Stop, decide_step
+from allranks.errors import StopTraining
+from allranks.train.collate import pad_batch
+from allranks.train.context import Context
+from allranks.train.job import Job
+from allranks.train.loss import weighted_loss
+from allranks.train.split import split
+from allranks.train.together import Attempt, print_traceback, stop_half_done, together
+
+MicroBatches = tuple[tuple[int, ...], ...]
+"""Sample ids of each micro-batch of one rank; an empty one is a filler that keeps the ranks in lockstep."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """What one rank did in an attempt; nothing of it is committed.
+
+    Attributes:
+        mine: this rank's micro-batches.
+        largest_tokens: tokens, padding included, of the largest micro-batch of any rank.
+        longest_tokens: tokens of the longest sample.
+        losses: share of the global batch's loss per micro-batch, scalars on the device; not yet looked at.
+        targets: target tokens.
+        seconds: time of forward and backward.
+    """
+
+    mine: MicroBatches
+    largest_tokens: int
+    longest_tokens: int
+    losses: list[torch.Tensor]
+    targets: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reduced:
+    """A step on which all ranks agree: its gradients are summed, the optimizer may go.
+
+    Attributes:
+        part: what this rank did.
+        loss: of the global batch.
+        grad_norm: of the global batch's gradient, before clipping.
+        skipped: the fp16 gradients overflowed; the samples count, the optimizer does not go.
+        stop_requested: some rank was asked to stop.
+    """
+
+    part: Part
+    loss: float
+    grad_norm: float
+    skipped: bool
+    stop_requested: bool
+
+
+def reduced_step(ctx: Context, job: Job, ids: tuple[int, ...]) -> Reduced:
+    """Forward, backward and reduction of the global batch `ids`, retried until all ranks have done it.
+
+    Raises:
+        StopTraining: the policy stops, or the loss is not finite.
+        ControlPlaneLost: a rank is gone.
+    """
+    step = job.position.step + 1
+    part, tally = together(
+        ctx,
+        "step",
+        step,
+        lambda at: _forward_backward(ctx, job, ids, at),
+        collective=job.strategy.lockstep and ctx.world_size > 1,
+    )
+    norm = _reduce(ctx, job, step)
+    # The one point of a step that waits for the GPU.
+    losses: list[float] = torch.stack(part.losses).tolist() if part.losses else []
+    vote = vote_two(
+        ctx.control,
+        StepBallot(
+            committed_step=ctx.committed_step,
+            caps_fingerprint=fingerprint(ctx.policy.train.caps),
+            reduced=True,
+            loss_sum=math.fsum(losses),
+            grad_norm=norm / job.scale.value,
+            tokens=part.targets,
+            expected_tokens=int(job.data.train.n_targets[list(ids)].sum()),
+        ),
+    )
+    only_overflowed = job.scale.enabled and math.isfinite(vote.loss_sum)
+    if vote.verdict is StepVerdict.NOT_FINITE and not only_overflowed:
+        raise _not_finite(ctx, vote, part, ids, losses)
+    ctx.policy = ctx.policy.finished("step", largest_tokens=part.largest_tokens, longest_tokens=part.longest_tokens)
+    return Reduced(
+        part=part,
+        loss=vote.loss_sum,
+        grad_norm=vote.ballots[0].grad_norm,
+        skipped=job.scale.skips(norm),
+        stop_requested=tally.stop_requested,
+    )
+
+
+def _split(ctx: Context, job: Job, ids: tuple[int, ...]) -> tuple[MicroBatches, ...]:
+    """Per rank, its micro-batches under the caps in force, as sample ids; the same answer on all ranks."""
+    parts = split(
+        job.data.train.lengths[list(ids)].tolist(),
+        world_size=ctx.world_size,
+        caps=ctx.policy.train.caps,
+        lockstep=job.strategy.lockstep,
+        cost=job.cost,
+    )
+    return tuple(tuple(tuple(ids[i] for i in micro) for micro in part) for part in parts)
+
+
+def _forward_backward(ctx: Context, job: Job, ids: tuple[int, ...], at: Attempt) -> Part:
+    """This rank's micro-batches; their gradients add up in the strategy."""
+    began = time.monotonic()
+    parts = _split(ctx, job, ids)
+    mine = parts[ctx.rank.environment.rank]
+    data = job.data.train
+    losses: list[torch.Tensor] = []
+    job.strategy.train_mode(True)
+    job.strategy.begin_step()
+    for micro_step, sample_ids in enumerate(mine):
+        if not job.strategy.lockstep:
+            ctx.flag.leave_if_raised(at.key)
+        batch = pad_batch([data[i] for i in sample_ids], job.tokenizer.pad_token_id)
+        at.phase, at.micro_step, at.sample_ids = "forward", micro_step, sample_ids
+        at.tokens = batch["input_ids"].numel()
+        torch.manual_seed(
+            fingerprint(ctx.plan.config.training.seed, at.key.step, micro_step, ctx.rank.environment.rank)
+        )
+        ctx.injector.at("forward", at.key.step, at.key.attempt)
+        losses.append(_micro_step(ctx, job, batch, _weights(ctx, job, ids, sample_ids), at))
+    at.phase, at.micro_step, at.sample_ids, at.tokens = "reserve", None, (), 0
+    job.strategy.reserve()
+    sizes = [(len(micro), max(int(data.lengths[i]) for i in micro)) for part in parts for micro in part if micro]
+    return Part(
+        mine=mine,
+        largest_tokens=max(samples * longest for samples, longest in sizes),
+        longest_tokens=max(longest for _, longest in sizes),
+        losses=losses,
+        targets=sum(int(data.n_targets[i]) for micro in mine for i in micro),
+        seconds=time.monotonic() - began,
+    )
+
+
+def _micro_step(
+    ctx: Context, job: Job, batch: dict[str, torch.Tensor], weights: list[float], at: Attempt
+) -> torch.Tensor:
+    """Forward and backward of one micro-batch; its share of the loss, detached."""
+    inputs = {name: tensor.to(ctx.rank.device) for name, tensor in batch.items()}
+    labels = inputs.pop("labels")
+    logits = job.strategy.forward(inputs)
+    loss = weighted_loss(logits, labels, torch.tensor(weights, dtype=torch.float32, device=labels.device))
+    if ctx.injector.poison(at.key.step, at.key.attempt):
+        loss = loss * math.nan
+    at.phase = "backward"
+    logits.register_hook(ctx.injector.in_backward(at.key.step, at.key.attempt))
+    job.strategy.backward(loss * job.scale.value)
+    return loss.detach()
+
+
+def _weights(ctx: Context, job: Job, ids: tuple[int, ...], sample_ids: tuple[int, ...]) -> list[float]:
+    """Weight of each sample of a micro-batch in the loss of the global batch; of a filler's dummy, 0."""
+    n_targets = job.data.train.n_targets
+    if ctx.plan.config.training.loss_reduction == "sample":
+        return [1.0 / (int(n_targets[i]) * len(ids)) for i in sample_ids] or [0.0]
+    return [1.0 / int(n_targets[list(ids)].sum())] * max(1, len(sample_ids))
+
+
+def _reduce(ctx: Context, job: Job, step: int) -> float:
+    """Sum the gradients over the ranks. A failure here leaves peers inside a collective: all ranks stop."""
+    key = ctx.key("step", step, 0)
+
+    def work() -> float:
+        ctx.injector.at("reduce", step, 0)
+        return job.strategy.reduce()
+
+    outcome = run_attempt(work, on_failure=print_traceback)
+    if isinstance(outcome, Failed):
+        stop_half_done(ctx, outcome, key, "reduce")
+    return outcome.value
+
+
+def _not_finite(ctx: Context, vote: StepTally, part: Part, ids: tuple[int, ...], losses: list[float]) -> StopTraining:
+    """The stop that names the step and the samples: those of the bad micro-batches, else the global batch's."""
+    bad = [i for micro, loss in zip(part.mine, losses, strict=True) if not math.isfinite(loss) for i in micro]
+    if bad:
+        ctx.console.say(f"the loss of samples {bad} is not finite")
+    stop = decide_step(ctx.policy, vote)
+    assert isinstance(stop, Stop)
+    rows = ctx.control.exchange([float(i) for i in bad[:ROW_WIDTH]] + [-1.0] * (ROW_WIDTH - len(bad[:ROW_WIDTH])))
+    found = sorted({int(i) for row in rows for i in row if i >= 0}) or sorted(ids)
+    return StopTraining(stop.reason, f"{stop.message}; samples {found}", stop.exit_code)
