@@ -18,6 +18,7 @@ class RankEnvironment:
         local_world_size: ranks on this node.
         restart_count: how often torchelastic restarted the ranks of this launch.
         under_launcher: `allranks run` started us, so a deliberate stop exits 0 and leaves a verdict.
+        launch: number of the launch that `allranks run` gave, from 1; 0 without it.
     """
 
     rank: int
@@ -26,9 +27,13 @@ class RankEnvironment:
     local_world_size: int
     restart_count: int
     under_launcher: bool
+    launch: int = 0
 
 
 LAUNCHER_FLAG = "ALLRANKS_LAUNCHER"
+LAUNCH_NUMBER = "ALLRANKS_LAUNCH"
+LIVE_LINE_FLAG = "ALLRANKS_LIVE_LINE"
+"""Set when the launcher writes to a terminal: a line that ends in ``\\r`` is then drawn in place."""
 
 
 def rank_environment(environ: Mapping[str, str] | None = None) -> RankEnvironment:
@@ -41,6 +46,7 @@ def rank_environment(environ: Mapping[str, str] | None = None) -> RankEnvironmen
         local_world_size=int(env.get("LOCAL_WORLD_SIZE", "1")),
         restart_count=int(env.get("TORCHELASTIC_RESTART_COUNT", "0")),
         under_launcher=env.get(LAUNCHER_FLAG) == "1",
+        launch=int(env.get(LAUNCH_NUMBER, "0")),
     )
 
 

@@ -1,0 +1,183 @@
+"""Starts one launch on this machine, shows what its ranks say, stops it on request, and leaves no process behind.
+
+The only module that starts processes. It has no threads: one loop reads the logs and looks after the processes.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from types import FrameType
+
+from allranks import environment
+from allranks.errors import ExitCode
+from allranks.launch.command import LaunchRequest
+from allranks.launch.logs import Console, RankLogs, rank_logs
+from allranks.launch.outcome import Outcome, agreed, killed_on_request, unexplained
+from allranks.launch.processes import Tree, adopting_orphans, end_with_parent
+from allranks.rundir import STOP_REQUEST, request_stop
+from allranks.units import human_seconds
+from allranks.verdict import VERDICT_FILE, read_verdict
+
+GRACE_S = 120.0
+"""Default time for the ranks to finish their step, save and leave."""
+
+LAUNCHER_LOG = "launcher.log"
+
+_POLL_S = 0.1
+_PATIENCE_S = 10.0
+
+
+def run(
+    request: LaunchRequest, run_dir: Path, *, world_size: int, console: Console, grace_s: float = GRACE_S
+) -> Outcome:
+    """Start the launch and stay with it until the last of its processes is gone.
+
+    The caller holds the run directory (`rundir.launch_lock`), and the plan lies in it.
+
+    Args:
+        request: what to start.
+        run_dir: the run directory.
+        world_size: ranks on this machine.
+        console: where the ranks' lines go.
+        grace_s: time from a stop request until the ranks get SIGTERM, in seconds.
+
+    Returns:
+        How it ended. With a verdict the ranks agreed on it, whatever the exit status of accelerate.
+    """
+    for stale in (VERDICT_FILE, STOP_REQUEST):
+        (run_dir / stale).unlink(missing_ok=True)
+    request.log_dir.mkdir(parents=True, exist_ok=True)
+    logs = RankLogs(request.log_dir, world_size, console)
+    with adopting_orphans(), _stop_signals() as signals:
+        tree = Tree()
+        try:
+            process = _start(request)
+            tree.grow_from(process)
+            killed = _attend(process, _Stop(run_dir, signals, console, tree, grace_s), logs)
+            _end_stragglers(tree, logs, signals)
+        finally:
+            for pid in tree.end():
+                console.line(f"allranks: process {pid} does not end even on SIGKILL; it hangs in the kernel")
+            logs.finish()
+    return _outcome(run_dir, request, process.returncode, killed)
+
+
+def _start(request: LaunchRequest) -> subprocess.Popen[bytes]:
+    # A file and no pipe: nobody can block on it, and what a dying process writes is there whoever still reads.
+    with (request.log_dir / LAUNCHER_LOG).open("ab") as log:
+        return subprocess.Popen(
+            request.argv,
+            env=request.environment(environment.inherited()),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=partial(end_with_parent, os.getpid()),
+        )
+
+
+class _StopSignals:
+    """Names of the stop signals that arrived, oldest first."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def __call__(self, number: int, _frame: FrameType | None) -> None:
+        self.names.append(signal.Signals(number).name)
+
+
+@contextmanager
+def _stop_signals() -> Iterator[_StopSignals]:
+    received = _StopSignals()
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    # What is ignored stays so: nohup does that with SIGHUP, a shell with SIGINT for jobs in the background.
+    before = {number: signal.getsignal(number) for number in numbers if signal.getsignal(number) != signal.SIG_IGN}
+    for number in before:
+        signal.signal(number, received)
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class _Stop:
+    """From the first stop signal to the last resort: ask, wait, SIGTERM, SIGKILL."""
+
+    def __init__(self, run_dir: Path, signals: _StopSignals, console: Console, tree: Tree, grace_s: float) -> None:
+        self._run_dir = run_dir
+        self._signals = signals
+        self._console = console
+        self._tree = tree
+        self._grace_s = grace_s
+        self._deadline: float | None = None
+
+    def ask(self) -> None:
+        """After the first signal, ask the ranks once to save and leave."""
+        if self._deadline is not None or not self._signals.names:
+            return
+        name = self._signals.names[0]
+        self._deadline = time.monotonic() + self._grace_s
+        self._console.line(
+            f"allranks: {name}: the ranks save at the next step boundary and leave, within "
+            f"{human_seconds(self._grace_s)}; a second Ctrl-C kills them at once"
+        )
+        try:
+            request_stop(self._run_dir, name)
+        except OSError as error:  # a full disk, for one
+            self._console.line(f"allranks: the stop request can't be written ({error}): the ranks get SIGTERM instead")
+            self._tree.signal_ranks(signal.SIGTERM)
+
+    def force(self, logs: RankLogs) -> str | None:
+        """Kill everything on a second signal or after the grace, and say why; None while there is patience."""
+        if len(self._signals.names) > 1:
+            why = f"a second signal ({self._signals.names[1]})"
+            self._console.line(f"allranks: {why}: killing all ranks now")
+        elif self._deadline is not None and time.monotonic() > self._deadline:
+            why = f"{self._signals.names[0]} and {human_seconds(self._grace_s)} of grace"
+            self._console.line("allranks: the grace is over: ending all ranks")
+            self._tree.ask(signal.SIGTERM, _PATIENCE_S, partial(_out_of_patience, logs, self._signals, 2))
+        else:
+            return None
+        self._tree.end()
+        return why
+
+
+def _attend(process: subprocess.Popen[bytes], stop: _Stop, logs: RankLogs) -> str | None:
+    """Stay until accelerate is gone; the reason if it was we who killed it."""
+    while process.poll() is None:
+        logs.pump()
+        stop.ask()
+        if (why := stop.force(logs)) is not None:
+            return why
+        time.sleep(_POLL_S)
+    return None
+
+
+def _end_stragglers(tree: Tree, logs: RankLogs, signals: _StopSignals) -> None:
+    """End ranks that outlived accelerate (somebody killed it), and helper processes that a library left."""
+    tree.ask(signal.SIGTERM, _PATIENCE_S, partial(_out_of_patience, logs, signals, len(signals.names) + 1))
+
+
+def _out_of_patience(logs: RankLogs, signals: _StopSignals, limit: int) -> bool:
+    logs.pump()
+    return len(signals.names) >= limit
+
+
+def _outcome(run_dir: Path, request: LaunchRequest, status: int, killed: str | None) -> Outcome:
+    try:
+        verdict = read_verdict(run_dir)
+    except ValueError as error:
+        return Outcome(exit_code=ExitCode.CRASH, message=str(error))
+    if verdict is not None:
+        return agreed(verdict)
+    if killed is not None:
+        return killed_on_request(killed)
+    return unexplained(status, request.log_dir / LAUNCHER_LOG, rank_logs(request.log_dir))

@@ -1,0 +1,49 @@
+"""What a rank does to its own process at the very start, before anything heavy is imported."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from io import TextIOWrapper
+from pathlib import Path
+
+_PARENT_POLL_S = 1.0
+
+
+def redirect_output(log: Path) -> None:
+    """Append this process's stdout and stderr to `log`, at the level of file descriptors.
+
+    What native code prints while it crashes lands there too, and so does the output of child processes.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(line_buffering=True, errors="backslashreplace")
+
+
+def follow_parent(grace_s: float) -> None:
+    """End this process when the process that started it is gone, so that no rank is ever left alone.
+
+    A thread watches the parent's id. When it changes, the thread sends this process SIGTERM, which saves and leaves
+    as any other SIGTERM would, and `grace_s` seconds later SIGKILL.
+    """
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_PARENT_POLL_S)
+        print(f"the process that started this rank (pid {parent}) is gone: leaving", file=sys.stderr, flush=True)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(grace_s)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="follow-parent", daemon=True).start()

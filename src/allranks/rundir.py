@@ -1,0 +1,102 @@
+"""What lies where in a run directory, and the small files through which launcher and ranks speak."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from allranks.errors import UserError
+
+LAUNCH_LOCK = "launch.lock"
+STOP_REQUEST = "stop.request"
+LOGS_DIR = "logs"
+
+
+def launch_log_dir(run_dir: Path, launch: int) -> Path:
+    """Folder of the logs of one launch, e.g. ``logs/launch-0001``."""
+    return run_dir / LOGS_DIR / f"launch-{launch:04d}"
+
+
+def launch_log_path(run_dir: Path, launch: int, rank: int) -> Path:
+    """Where stdout and stderr of one rank go; restarts of the same launch append."""
+    return launch_log_dir(run_dir, launch) / f"rank{rank}.log"
+
+
+def next_launch(run_dir: Path) -> int:
+    """Number of the next launch, from 1: one more than the highest that has a log folder."""
+    numbers = [0]
+    for folder in (run_dir / LOGS_DIR).glob("launch-*"):
+        _, _, digits = folder.name.rpartition("-")
+        if digits.isdecimal():
+            numbers.append(int(digits))
+    return max(numbers) + 1
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a small file so that a reader, or a kill at any instant, sees the old one or the new one whole."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def request_stop(run_dir: Path, reason: str) -> None:
+    """Ask all ranks to save at the next step boundary and leave."""
+    replace_text(run_dir / STOP_REQUEST, json.dumps({"reason": reason, "time": time.time()}) + "\n")
+
+
+def stop_requested(run_dir: Path) -> str | None:
+    """The reason of a pending stop request, e.g. ``SIGTERM``; None without one."""
+    try:
+        text = (run_dir / STOP_REQUEST).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    return str(json.loads(text)["reason"])
+
+
+@contextmanager
+def launch_lock(run_dir: Path) -> Iterator[None]:
+    """Hold the run directory for the life of one launcher; the kernel frees it when the process dies.
+
+    Raises:
+        UserError: another launcher holds it.
+    """
+    run_dir.mkdir(parents=True, exist_ok=True)
+    # Append mode: opening must not wipe the holder's name before we know whether it still holds the lock.
+    with (run_dir / LAUNCH_LOCK).open("a+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            holder = file.read().strip() or "another process"
+            raise UserError(
+                f"{run_dir}: in use by a live launch ({holder})\n"
+                "    fix: wait for it, stop it with Ctrl-C or kill -TERM, or give this run another --name"
+            ) from None
+        file.truncate(0)
+        file.write(f"pid {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
+        yield
+
+
+def is_held(run_dir: Path) -> bool:
+    """Whether a live launcher holds the run directory."""
+    try:
+        with (run_dir / LAUNCH_LOCK).open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False

@@ -1,0 +1,68 @@
+"""How a run ended: written by rank 0 when all ranks agreed to leave, read by the launcher and the reports."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+from allranks.errors import ExitCode
+from allranks.rundir import replace_text
+
+VERDICT_FILE = "verdict.json"
+VERDICT_VERSION = 1
+
+Reason = Literal["finished", "interrupted", "out_of_memory", "not_finite", "storage", "failure"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """The agreed end of a launch.
+
+    Attributes:
+        reason: short machine-readable cause.
+        message: what a person should read, one or a few lines.
+        exit_code: what `allranks run` returns for it.
+        step: last committed optimizer step.
+    """
+
+    reason: Reason
+    message: str
+    exit_code: ExitCode
+    step: int
+
+
+def write_verdict(run_dir: Path, verdict: Verdict) -> None:
+    """Replace the run's verdict in one piece."""
+    fields = {"verdict_version": VERDICT_VERSION, **asdict(verdict), "exit_code": int(verdict.exit_code)}
+    replace_text(run_dir / VERDICT_FILE, json.dumps(fields, indent=2) + "\n")
+
+
+def read_verdict(run_dir: Path) -> Verdict | None:
+    """The run's verdict; None if it has none.
+
+    Raises:
+        ValueError: the file is not what `write_verdict` of this version writes.
+    """
+    path = run_dir / VERDICT_FILE
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    try:
+        fields = json.loads(text)
+        version = fields.pop("verdict_version", None)
+        if version != VERDICT_VERSION:
+            raise ValueError(f"verdict version {version!r} is not {VERDICT_VERSION}: written by another allranks")
+        verdict = Verdict(**{**fields, "exit_code": ExitCode(fields["exit_code"])})
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path}: {error}") from error
+    if verdict.reason not in get_args(Reason):
+        raise ValueError(f"{path}: reason {verdict.reason!r} is none of {', '.join(get_args(Reason))}")
+    return verdict
+
+
+def discard_verdict(run_dir: Path) -> None:
+    """Remove the verdict of an earlier launch, so that it can't be taken for the next one's."""
+    (run_dir / VERDICT_FILE).unlink(missing_ok=True)
