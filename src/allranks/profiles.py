@@ -81,6 +81,22 @@ def load_profile(name_or_path: str) -> Profile:
     return _read(path)
 
 
+def profile_from_values(content: dict[str, Any], path: Path) -> Profile:
+    """Check values that come from elsewhere than a file, e.g. what accelerate told its worker.
+
+    Args:
+        content: as an accelerate config file would say it.
+        path: file that stands for them.
+
+    Raises:
+        ProblemsError: all that is wrong with them.
+    """
+    problems = [*_wrong_keys(content), *_wrong_shape(content)]
+    if problems:
+        raise ProblemsError("accelerate's configuration", problems)
+    return Profile(kind=_kind(content), path=path, content=content)
+
+
 def _read(path: Path) -> Profile:
     try:
         text = path.read_text(encoding="utf-8")

@@ -14,8 +14,8 @@ from allranks.errors import AllranksError, ExitCode
 from allranks.plan.hardware import detect
 from allranks.plan.plan import PLAN_FILE, Plan
 from allranks.plan.planner import make_plan, run_directory
-from allranks.profiles import load_profile
-from allranks.rundir import discard_stop_request, launch_lock, launch_log_dir, next_launch, replace_text
+from allranks.profiles import profile_from_values
+from allranks.rundir import STOP_REQUEST, launch_lock, launch_log_dir, next_launch, replace_text
 from allranks.train.process import Rank, configured_profile, join, joined_control
 from allranks.verdict import discard_verdict
 
@@ -40,23 +40,20 @@ def start_bare(config_file: Path, overrides: Sequence[str], held: ExitStack) -> 
         AllranksError: something the user gave is wrong; the same on all ranks.
     """
     place = environment.rank_environment()
-    kind = configured_profile()
-    shipped = load_profile(kind)
-    precision = environment.get("ACCELERATE_MIXED_PRECISION") or "no"
-    content = {**shipped.content, "mixed_precision": precision, "num_processes": place.world_size}
     config = load_run_config(config_file, overrides)
     run_dir = run_directory(config, config_file)
+    profile = profile_from_values(configured_profile(), path=run_dir)
     recorded = Plan.read(run_dir).global_batch_size if (run_dir / PLAN_FILE).exists() else None
     plan = make_plan(
         config,
-        replace(shipped, content=content),
+        profile,
         detect(),
         run_dir=run_dir,
         gpus=place.world_size,
         recorded_global_batch=recorded,
     )
     plan = replace(plan, notes=(*plan.notes, _OFF))
-    rank = join(kind, plan.mixed_precision)
+    rank = join(profile.kind, plan.mixed_precision)
     control = joined_control(rank)
     answer = ""
     if place.rank == 0:
@@ -64,7 +61,7 @@ def start_bare(config_file: Path, overrides: Sequence[str], held: ExitStack) -> 
             held.enter_context(launch_lock(run_dir))
             launch = next_launch(run_dir)
             launch_log_dir(run_dir, launch).mkdir(parents=True)
-            discard_stop_request(run_dir)
+            (run_dir / STOP_REQUEST).unlink(missing_ok=True)
             discard_verdict(run_dir)
             replace_text(run_dir / PLAN_FILE, plan.to_json())
             answer = str(launch)

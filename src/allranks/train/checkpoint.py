@@ -180,7 +180,10 @@ class CheckpointStore:
             One line for each folder that would not go.
         """
         kept = {ref.folder for ref in self._published()[0]} | self._unpublished
-        stale = [folder for folder in self.folder.glob("step-*") if folder.name not in kept]
+        try:
+            stale = [folder for folder in self._folders() if folder.name not in kept]
+        except OSError as error:
+            return (f"{self.folder} can't be listed: {error.strerror}",)
         return tuple(
             f"{folder} is no longer needed but could not be removed"
             for folder in stale
@@ -205,7 +208,7 @@ class CheckpointStore:
                 return replace(ref, notes=tuple(notes))
             self._damaged.add(ref.folder)
             notes.append(f"checkpoint of step {ref.step} is damaged: {damage}")
-        if not published and not os.path.lexists(self._pointer):
+        if not notes:
             return None
         fix = f"fix: bring back the content of {self.folder}, or start anew with --resume never"
         raise StorageError("\n    ".join([f"no usable checkpoint in {self.folder}", *notes, fix]))
@@ -286,12 +289,26 @@ class CheckpointStore:
             return [CheckpointRef.from_dict(entry) for entry in (pointer, *pointer["older"])], None
         except FileNotFoundError:
             word = f"{self._pointer} is missing"
+            missing = True
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             word = f"{self._pointer} is not readable: {error!r}"
-        whole = (_complete(folder) for folder in self.folder.glob("step-*") if folder.name not in self._unpublished)
-        complete = [ref for ref in whole if ref is not None]
-        complete.sort(key=lambda ref: (ref.step, (self.path(ref) / STATE_FILE).stat().st_mtime_ns), reverse=True)
-        return complete, word if complete or os.path.lexists(self._pointer) else None
+            missing = False
+        try:
+            complete = [
+                (ref.step, (folder / STATE_FILE).stat().st_mtime_ns, ref)
+                for folder in self._folders()
+                if folder.name not in self._unpublished and (ref := _complete(folder)) is not None
+            ]
+        except OSError as error:
+            return [], f"{self.folder} can't be listed: {error.strerror}"
+        complete.sort(key=lambda found: found[:2], reverse=True)
+        return [ref for _, _, ref in complete], None if missing and not complete else word
+
+    def _folders(self) -> list[Path]:
+        try:
+            return [folder for folder in self.folder.iterdir() if folder.name.startswith("step-")]
+        except FileNotFoundError:
+            return []
 
     def _damage(self, ref: CheckpointRef, *, checksums: bool) -> str | None:
         for name, record in ref.files.items():
@@ -309,11 +326,15 @@ class CheckpointStore:
     def _remove(self, name: str) -> bool:
         self._unpublished.discard(name)
         shutil.rmtree(self.folder / name, ignore_errors=True)
-        return not (self.folder / name).exists()
+        return not os.path.lexists(self.folder / name)
 
     def _not_written(self, step: int, path: Path, needed: int, error: OSError) -> StorageError:
-        usable = next((ref for ref in self._published()[0] if self._damage(ref, checksums=False) is None), None)
-        words = "no checkpoint yet" if usable is None else f"the checkpoint of step {usable.step}"
+        published, word = self._published()
+        usable = next((ref for ref in published if self._damage(ref, checksums=False) is None), None)
+        if usable is not None:
+            words = f"the checkpoint of step {usable.step}"
+        else:
+            words = "no checkpoint yet" if word is None else f"unknown, {word}"
         return StorageError(not_written(f"the checkpoint of step {step}", path, needed, error, words))
 
 

@@ -91,8 +91,10 @@ def free_bytes(path: Path) -> int | None:
         figures = os.statvfs(existing)
     except OSError:
         return None
-    # f_bfree counts the blocks kept for root too: what is above even that is clearly too much.
-    return figures.f_bfree * figures.f_frsize if figures.f_blocks else None
+    if figures.f_blocks == 0:
+        return None
+    # Some blocks are kept for root.
+    return figures.f_frsize * (figures.f_bfree if os.geteuid() == 0 else figures.f_bavail)
 
 
 def not_written(what: str, path: Path, needed: int, error: OSError, usable: str) -> str:

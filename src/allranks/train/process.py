@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import yaml
 
 from allranks import environment
 from allranks.coordinator.agreement import ControlPlane
@@ -44,25 +45,62 @@ class Rank:
         return device
 
 
-def configured_profile() -> ProfileKind:
-    """The profile, from what `accelerate launch` put into the environment.
+def configured_profile() -> dict[str, Any]:
+    """What `accelerate launch` read from its config file, from the environment that it gave this process.
 
-    Raises:
-        UserError: accelerate was configured for something that is none of the profiles.
+    Keys and values as an accelerate config file would say them; nothing is checked.
     """
+    place = environment.rank_environment()
+    content: dict[str, Any] = {
+        "compute_environment": "LOCAL_MACHINE",
+        "mixed_precision": environment.get("ACCELERATE_MIXED_PRECISION") or "no",
+        "num_processes": place.world_size,
+    }
     if environment.get("ACCELERATE_USE_DEEPSPEED") == "true":
-        stage = environment.get("ACCELERATE_DEEPSPEED_ZERO_STAGE")
-        if stage == "2":
-            return "zero2"
-        if stage == "3":
-            return "zero3"
-        raise UserError(f"zero_stage: {stage} is not supported\n    valid: 2, 3\n    fix: use profiles/zero2.yaml")
+        values = {key: _given(name) for key, name in _DEEPSPEED_VARIABLES.items()}
+        return {
+            **content,
+            "distributed_type": "DEEPSPEED",
+            "deepspeed_config": {key: value for key, value in values.items() if value is not None},
+        }
     if environment.get("ACCELERATE_USE_FSDP") == "true":
-        version = environment.get("FSDP_VERSION")
-        if version != "2":
-            raise UserError(f"fsdp_version: {version} is not supported\n    valid: 2\n    fix: use profiles/fsdp.yaml")
-        return "fsdp"
-    return "ddp" if environment.rank_environment().world_size > 1 else "single"
+        values = {key: _given(name) for key, name in _FSDP_VARIABLES.items()}
+        return {
+            **content,
+            "distributed_type": "FSDP",
+            "fsdp_config": {key: value for key, value in values.items() if value is not None},
+        }
+    return {**content, "distributed_type": "MULTI_GPU" if place.world_size > 1 else "NO"}
+
+
+_DEEPSPEED_VARIABLES = {
+    "zero_stage": "ACCELERATE_DEEPSPEED_ZERO_STAGE",
+    "gradient_accumulation_steps": "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+    "gradient_clipping": "ACCELERATE_GRADIENT_CLIPPING",
+    "offload_optimizer_device": "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE",
+    "offload_param_device": "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE",
+    "zero3_init_flag": "ACCELERATE_DEEPSPEED_ZERO3_INIT",
+    "zero3_save_16bit_model": "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL",
+    "deepspeed_config_file": "ACCELERATE_DEEPSPEED_CONFIG_FILE",
+}
+_FSDP_VARIABLES = {
+    "fsdp_version": "FSDP_VERSION",
+    "fsdp_auto_wrap_policy": "FSDP_AUTO_WRAP_POLICY",
+    "fsdp_transformer_layer_cls_to_wrap": "FSDP_TRANSFORMER_CLS_TO_WRAP",
+    "fsdp_reshard_after_forward": "FSDP_RESHARD_AFTER_FORWARD",
+    "fsdp_offload_params": "FSDP_OFFLOAD_PARAMS",
+    "fsdp_cpu_ram_efficient_loading": "FSDP_CPU_RAM_EFFICIENT_LOADING",
+    "fsdp_activation_checkpointing": "FSDP_ACTIVATION_CHECKPOINTING",
+    "fsdp_state_dict_type": "FSDP_STATE_DICT_TYPE",
+}
+
+
+def _given(variable: str) -> Any:
+    """A variable's value with the type it has in a config file; None if accelerate had nothing to say."""
+    text = environment.get(variable)
+    if text is None or (text in ("none", "None") and not variable.endswith("_DEVICE")):
+        return None
+    return yaml.safe_load(text)
 
 
 def join(profile: ProfileKind, precision: str) -> Rank:
