@@ -138,6 +138,12 @@ BAD_TOGETHER = [
         "set data.eval, or remove training.eval_steps",
     ),
     (
+        "training: {eval_on_start: true}",
+        "training.eval_on_start",
+        "true asks for evaluations, but there is no evaluation set",
+        "set data.eval, or remove training.eval_on_start",
+    ),
+    (
         "model: {name_or_path: org/model, num_labels: 3}",
         "model.num_labels",
         "3 has no meaning for model.task: causal-lm",

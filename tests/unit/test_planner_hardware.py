@@ -74,7 +74,12 @@ def test_a_driver_without_visible_gpus(
 ) -> None:
     monkeypatch.setenv("FAKE_CUINIT", status)
     monkeypatch.setenv("FAKE_GPUS", gpus)
-    assert found(driver).device == "cpu"
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert found(driver) == Hardware(gpus=(), cpu_count=len(os.sched_getaffinity(0)))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert found(driver).notes == ()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    assert found(driver).notes == ("CUDA_VISIBLE_DEVICES=7 leaves no GPU visible",)
 
 
 def test_a_driver_that_does_not_work_is_said(driver: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:

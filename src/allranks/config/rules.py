@@ -14,12 +14,13 @@ Values = Callable[[str], Any]
 
 
 def _evaluation_has_data(get: Values) -> Iterator[Problem]:
-    if get("training.eval_steps") is not None and get("data.eval") is None:
-        yield Problem(
-            path="training.eval_steps",
-            message=f"{get('training.eval_steps')} asks for evaluations, but there is no evaluation set",
-            fix="set data.eval, or remove training.eval_steps",
-        )
+    for path in ("training.eval_steps", "training.eval_on_start"):
+        if get(path) and get("data.eval") is None:
+            yield Problem(
+                path=path,
+                message=f"{shown(get(path))} asks for evaluations, but there is no evaluation set",
+                fix=f"set data.eval, or remove {path}",
+            )
 
 
 def _labels_have_a_head(get: Values) -> Iterator[Problem]:
@@ -91,7 +92,7 @@ def _name_is_a_folder_name(get: Values) -> Iterator[Problem]:
 
 
 RULES: tuple[tuple[tuple[str, ...], Callable[[Values], Iterator[Problem]]], ...] = (
-    (("training.eval_steps", "data.eval"), _evaluation_has_data),
+    (("training.eval_steps", "training.eval_on_start", "data.eval"), _evaluation_has_data),
     (("model.num_labels", "model.task"), _labels_have_a_head),
     (("data.format", "model.task"), _format_suits_the_task),
     (("data.max_length", "data.max_length_cap"), _length_is_under_its_cap),

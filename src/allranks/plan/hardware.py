@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from allranks import environment
 from allranks.errors import UserError
 
 _LIBRARY = "libcuda.so.1"
@@ -69,8 +70,15 @@ def detect(load_library: Callable[[str], Any] = ctypes.CDLL, torch_version: str 
     Raises:
         UserError: there is a driver and it does not work.
     """
-    gpus = _visible_gpus(load_library)
     cpu_count = len(os.sched_getaffinity(0))
+    try:
+        driver = load_library(_LIBRARY)
+    except OSError:
+        return Hardware(gpus=(), cpu_count=cpu_count)
+    gpus = _visible_gpus(driver)
+    named = environment.get("CUDA_VISIBLE_DEVICES")
+    if not gpus and named:
+        return Hardware(gpus=(), cpu_count=cpu_count, notes=(f"CUDA_VISIBLE_DEVICES={named} leaves no GPU visible",))
     version = _torch_version() if torch_version is None else torch_version
     if gpus and version.endswith("+cpu"):
         note = f"{len(gpus)} GPU(s) not used: torch {version} is a build for CPUs; install one for CUDA to use them"
@@ -85,11 +93,7 @@ def _torch_version() -> str:
         return "unknown"
 
 
-def _visible_gpus(load_library: Callable[[str], Any]) -> tuple[Gpu, ...]:
-    try:
-        driver = load_library(_LIBRARY)
-    except OSError:
-        return ()
+def _visible_gpus(driver: Any) -> tuple[Gpu, ...]:
     status = driver.cuInit(0)
     if status == _NO_DEVICE:
         return ()
@@ -128,5 +132,5 @@ def _check(driver: Any, function: str, status: int) -> None:
     reason = text.value.decode() if text.value else "unknown error"
     raise UserError(
         f"the NVIDIA driver is there but {function} failed: {reason} (CUDA error {status})\n"
-        "    fix: see what nvidia-smi says; to train on the CPU, set CUDA_VISIBLE_DEVICES= (empty)"
+        "    fix: see what nvidia-smi says and what CUDA_VISIBLE_DEVICES names; set it empty to train on the CPU"
     )
