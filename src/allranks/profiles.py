@@ -190,11 +190,13 @@ def _wrong_shape(content: Mapping[str, Any]) -> Iterator[Problem]:
             message=f"{shown(processes)} does not suit distributed_type: {kind}",
             fix="write 1 for 'NO', and 2 or more for the others",
         )
+    if kind not in types:
+        return
     for section in _SECTIONS:
         given = content.get(section)
         if _SECTION_OF_TYPE.get(kind) == section:
             yield from _missing(section, given)
-        elif given and kind in types:
+        elif given:
             yield Problem(
                 path=section,
                 message=f"has no effect with distributed_type: {shown(kind)}",

@@ -273,7 +273,7 @@ def test_keys_of_other_tools_get_a_word_of_their_own(
 ) -> None:
     line = f"{key}: 1" if section is None else f"{section}: {{{key}: 1}}"
     problem = problem_of(MINIMAL + line)
-    assert problem.message == f"is a key of {tool}, not of allranks, with the value 1 (line 3)"
+    assert problem.message == f"belongs to {tool}, not into this file, with the value 1 (line 3)"
     assert problem.nearest == near
     assert fix in str(problem.fix)
 

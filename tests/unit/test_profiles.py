@@ -5,12 +5,15 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+import tempfile
 import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 
 from allranks.config.load import parse_run_config
 from allranks.errors import Problem, ProblemsError
@@ -308,6 +311,54 @@ def test_files_that_are_no_profile(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "p.yaml"
     file.write_bytes(content)
     assert problems_of(file)
+
+
+_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-1, 4) | st.floats() | st.sampled_from(["NO", "FSDP", "none", "2"]),
+    lambda inner: (
+        st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(["zero_stage", "x"]), inner, max_size=2)
+    ),
+    max_leaves=4,
+)
+
+
+@given(st.dictionaries(st.sampled_from([*TOP_LEVEL, "deepspeed_config", "fsdp_config", "x"]), _VALUES, max_size=4))
+def test_no_content_makes_a_traceback(content: dict[str, Any]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "p.yaml"
+        file.write_text(yaml.safe_dump(content), encoding="utf-8")
+        try:
+            assert load_profile(str(file)).kind == "single"
+        except ProblemsError as error:
+            assert error.problems
+
+
+HONOURED = {
+    "distributed_type": "this file: the kind",
+    "num_processes": "test_planner: the number of CPU ranks",
+    "mixed_precision": "test_planner: the compute dtype",
+    "deepspeed_config.zero_stage": "this file: the kind",
+    "fsdp_config.fsdp_transformer_layer_cls_to_wrap": "the tests of the fsdp strategy: the wrapped layers",
+    "fsdp_config.fsdp_reshard_after_forward": "the tests of the fsdp strategy: the state after forward",
+}
+"""Keys of the shipped profiles that may say several things, and where a test sees the effect."""
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_value_of_a_shipped_profile_has_an_effect_or_is_the_only_one(tmp_path: Path, name: str) -> None:
+    content = load_profile(name).content
+    keys = [(key, value) for key, value in content.items() if not isinstance(value, dict)]
+    keys += [
+        (f"{section}.{key}", value)
+        for section, keys_ in content.items()
+        if isinstance(keys_, dict)
+        for key, value in keys_.items()
+    ]
+    for path, value in keys:
+        if path not in HONOURED:
+            other = not value if isinstance(value, bool) else value + 1 if isinstance(value, int) else "another"
+            file = edited(tmp_path, name, **{path.replace(".", "__"): other})
+            assert path in [problem.path for problem in problems_of(file)]
 
 
 def test_a_words_meaning_is_that_of_accelerates_yaml_reader(tmp_path: Path) -> None:

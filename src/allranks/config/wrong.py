@@ -34,7 +34,7 @@ def unknown_key(section: str | None, key: str, value: object) -> Problem:
         with_value = "" if word.secret else f", with the value {shown(value)}"
         return Problem(
             path=path,
-            message=f"is a key of {word.tool}, not of allranks{with_value}",
+            message=f"belongs to {word.tool}, not into this file{with_value}",
             nearest=word.key,
             fix=word.instead,
         )
