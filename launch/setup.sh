@@ -31,9 +31,9 @@ find_python() {
 step() { # step "what it does" command...
   local what=$1 start=$SECONDS
   shift
-  printf 'allranks setup: %s ... ' "$what"
+  echo "allranks setup: $what ..."
   "$@"
-  echo "$((SECONDS - start)) s"
+  echo "allranks setup: $what: $((SECONDS - start)) s"
 }
 
 pip() { "$python" -m pip --disable-pip-version-check --quiet --no-input "$@"; }
