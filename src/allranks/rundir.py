@@ -65,16 +65,27 @@ def stop_requested(run_dir: Path) -> str | None:
     return str(json.loads(text)["reason"])
 
 
+def discard_stop_request(run_dir: Path) -> None:
+    """Remove the stop request of an earlier launch."""
+    (run_dir / STOP_REQUEST).unlink(missing_ok=True)
+
+
 @contextmanager
 def launch_lock(run_dir: Path) -> Iterator[None]:
     """Hold the run directory for the life of one launcher; the kernel frees it when the process dies.
 
     Raises:
-        UserError: another launcher holds it.
+        UserError: another launcher holds it, or it can't be written.
     """
-    run_dir.mkdir(parents=True, exist_ok=True)
-    # Append mode: opening must not wipe the holder's name before we know whether it still holds the lock.
-    with (run_dir / LAUNCH_LOCK).open("a+", encoding="utf-8") as file:
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        # Append mode: opening must not wipe the holder's name before we know whether it still holds the lock.
+        file = (run_dir / LAUNCH_LOCK).open("a+", encoding="utf-8")
+    except OSError as error:
+        raise UserError(
+            f"the run directory {run_dir} can't be written: {error.strerror}\n    fix: give another output.dir"
+        ) from error
+    with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

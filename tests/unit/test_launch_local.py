@@ -245,6 +245,9 @@ ONE_PROCESS_REPORT = (
         (torchrun_report((1, -9, "16:24:05"), (0, 1, "16:24:05")), Death(rank=1, status=-9)),
         # Rank 0 failed; torchrun killed the stuck rank 1 half a minute later.
         (torchrun_report((1, -9, "16:24:35"), (0, 1, "16:24:05")), Death(rank=0, status=1)),
+        # Rank 1 left without a word, rank 0 because its peer was gone.
+        (torchrun_report((1, 1, "16:24:05"), (0, 5, "16:24:05")), Death(rank=1, status=1)),
+        (torchrun_report((1, -15, "16:24:05"), (0, 5, "16:24:05")), Death(rank=0, status=5)),
         (ONE_PROCESS_REPORT.format("died with <Signals.SIGKILL: 9>"), Death(rank=0, status=-9)),
         (ONE_PROCESS_REPORT.format("returned non-zero exit status 3"), Death(rank=0, status=3)),
         ("RuntimeError: no launcher\n", None),
@@ -313,6 +316,16 @@ def test_leaving_without_a_word_is_a_lost_rank(tmp_path: Path) -> None:
         ExitCode.RANK_LOST,
         "rank 1 left without a word, with exit status 7",
         "rank1.log",
+    )
+
+
+def test_a_rank_may_leave_with_an_exit_code_of_ours(tmp_path: Path) -> None:
+    report = torchrun_report((0, -15, "16:24:05"), (1, 2, "16:24:05"))
+    assert outcome(tmp_path, 1, report, rank1="run.yaml: 1 problem\n") == (
+        ExitCode.USAGE,
+        "rank 1 stopped with exit status 2",
+        "rank1.log",
+        ["run.yaml: 1 problem"],
     )
 
 

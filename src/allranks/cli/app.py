@@ -11,10 +11,16 @@ from typing import Annotated
 import typer
 
 from allranks import __version__
-from allranks.cli import config, profiles
+from allranks.cli import config, drill, profiles, run, runs
 from allranks.errors import AllranksError
 
-COMMANDS: tuple[Callable[[typer.Typer], None], ...] = (config.register, profiles.register)
+COMMANDS: tuple[Callable[[typer.Typer], None], ...] = (
+    run.register,
+    drill.register,
+    runs.register,
+    config.register,
+    profiles.register,
+)
 """Each command module adds its own commands, in this order."""
 
 

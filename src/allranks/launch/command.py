@@ -154,7 +154,7 @@ def render_dry_run(request: LaunchRequest, plan: Plan) -> str:
     ranks = f"{plan.world_size} {plan.device} rank{'s' if plan.world_size > 1 else ''}"
     lines = [
         f"# {plan.profile_kind} on {ranks}, global batch {plan.global_batch_size}",
-        *(f"# {note}" for note in request.notes),
+        *(f"# {note}" for note in (*plan.notes, *request.notes)),
         f"mkdir -p {run_dir}",
         f"cat > {run_dir}/plan.json <<'PLAN'",
         plan.to_json(),

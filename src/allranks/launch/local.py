@@ -21,9 +21,9 @@ from allranks.launch.command import LaunchRequest
 from allranks.launch.logs import Console, RankLogs, rank_logs
 from allranks.launch.outcome import Outcome, agreed, killed_on_request, unexplained
 from allranks.launch.processes import Tree, adopting_orphans, end_with_parent
-from allranks.rundir import STOP_REQUEST, request_stop
+from allranks.rundir import discard_stop_request, request_stop
 from allranks.units import human_seconds
-from allranks.verdict import VERDICT_FILE, read_verdict
+from allranks.verdict import discard_verdict, read_verdict
 
 GRACE_S = 120.0
 """Default time for the ranks to finish their step, save and leave."""
@@ -51,8 +51,8 @@ def run(
     Returns:
         How it ended. With a verdict the ranks agreed on it, whatever the exit status of accelerate.
     """
-    for stale in (VERDICT_FILE, STOP_REQUEST):
-        (run_dir / stale).unlink(missing_ok=True)
+    discard_verdict(run_dir)
+    discard_stop_request(run_dir)
     request.log_dir.mkdir(parents=True, exist_ok=True)
     logs = RankLogs(request.log_dir, world_size, console)
     with adopting_orphans(), _stop_signals() as signals:

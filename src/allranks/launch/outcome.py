@@ -13,6 +13,9 @@ from allranks.launch.logs import last_lines
 from allranks.verdict import Verdict
 
 _TAIL_LINES = 12
+_OWN_STATUS = frozenset(ExitCode) - {ExitCode.OK, ExitCode.CRASH}
+"""With these a rank leaves deliberately, after saying why; 1 is what Python returns for any exception."""
+
 _TRACEBACK = "Traceback (most recent call last)"
 
 # How torchrun and subprocess report the end of their children; accelerate itself returns 1 whatever happened.
@@ -75,19 +78,28 @@ class Outcome:
 def first_death(launcher_log: str) -> Death | None:
     """The rank whose end brought the others down, from what accelerate and torchrun wrote; None if they don't say.
 
-    torchrun names the rank that it saw dead first, and lists it last. Peers of a killed rank may fail in the same
-    instant (their connection breaks), so a kill of that very second goes before an ordinary exit.
+    torchrun names the rank that it saw dead first, and lists it last. Peers of a dead rank may fail in the same
+    instant (their connection breaks), so of all that died in that very second a kill goes first, and a rank that
+    left because it had lost a peer goes last.
     """
     if failures := list(_TORCHRUN_FAILURE.finditer(launcher_log)):
         root = failures[-1]
         deaths = [Death(rank=int(f["rank"]), status=int(f["status"])) for f in failures if f["time"] == root["time"]]
-        killed = [death for death in deaths if death.status < 0 and death.status != -signal.SIGTERM]
-        return killed[-1] if killed else deaths[-1]
+        return min(reversed(deaths), key=_secondary)
     if found := _ONE_PROCESS_SIGNAL.search(launcher_log):
         return Death(rank=0, status=-int(found[1]))
     if found := _ONE_PROCESS_STATUS.search(launcher_log):
         return Death(rank=0, status=int(found[1]))
     return None
+
+
+def _secondary(death: Death) -> int:
+    """How likely another death caused this one, from 0."""
+    if death.status == -signal.SIGTERM:  # torchrun itself ends the others so
+        return 3
+    if death.status == ExitCode.RANK_LOST:
+        return 2
+    return 0 if death.status < 0 else 1
 
 
 def agreed(verdict: Verdict) -> Outcome:
@@ -137,6 +149,8 @@ def _cause(status: int, death: Death | None, *, in_python: bool) -> tuple[ExitCo
         if death.status == -signal.SIGKILL:
             guess = "; if nobody did that, the kernel did for want of host memory (see dmesg)"
         return ExitCode.RANK_LOST, f"rank {death.rank} was killed by {death.by_signal}{guess}"
+    if death.status in _OWN_STATUS:
+        return ExitCode(death.status), f"rank {death.rank} stopped with exit status {death.status}"
     if in_python:
         return ExitCode.CRASH, f"rank {death.rank} failed with exit status {death.status}"
     return ExitCode.RANK_LOST, f"rank {death.rank} left without a word, with exit status {death.status}"

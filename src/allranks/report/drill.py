@@ -1,0 +1,53 @@
+"""What became of the faults of a drill, from the events of its run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from allranks.events import read_events
+from allranks.plan.plan import Injection, Plan
+from allranks.report.runs import read_run
+from allranks.report.screens import caps_words
+
+_SILENT = ("exit", "sigkill")
+_OPTIONAL = ("eval", "save")
+_MISSED = "did not happen, though the step was committed: a fault of allranks"
+
+
+def drill_report(plan: Plan) -> list[str]:
+    """One line per fault: whether it happened, and what all ranks did then."""
+    run_dir = Path(plan.run_dir)
+    return [f"drill: {_asked(fault)}: {_became(run_dir, fault)}" for fault in plan.injections]
+
+
+def _asked(fault: Injection) -> str:
+    times = f" × {fault.times}" if fault.times > 1 else ""
+    where = "while loading" if fault.phase == "load" else f"in {fault.phase} of step {fault.step}"
+    return f"{fault.kind}{times} on rank {fault.rank} {where}"
+
+
+def _became(run_dir: Path, fault: Injection) -> str:
+    report = read_run(run_dir)
+    step = 0 if fault.phase == "load" else fault.step
+    seen = [
+        event
+        for event in read_events(run_dir, fault.rank)
+        if event["kind"] == "failure" and event["step"] == step and event["phase"] == fault.phase
+    ]
+    retries = [e for e in report.incidents if e["kind"] == "retry" and e["step"] == step]
+    committed = report.step >= step and fault.phase != "load"
+    if report.verdict is None:
+        end = "the run died without a verdict"
+    else:
+        end = f"the run ended: {report.verdict.reason.replace('_', ' ')} at step {report.verdict.step}"
+    if not seen and committed:
+        return (
+            f"did not happen: step {step} was committed without {fault.phase}" if fault.phase in _OPTIONAL else _MISSED
+        )
+    if not seen and fault.kind not in (*_SILENT, "nan"):
+        return f"did not happen; {end}"
+    happened = f"happened {len(seen)} time{'s' if len(seen) != 1 else ''}" if seen else "left no record"
+    if retries and committed:
+        caps = caps_words(retries[-1]["caps"])
+        return f"{happened}; all ranks took the step again with {caps} per micro-batch, and committed it"
+    return f"{happened}; {end}"
