@@ -81,6 +81,7 @@ def exchanges(rank: int, world: int, control: ControlPlane, given: dict[str, Any
     extremes = [math.nan, math.inf, -math.inf, 2.0**53, -1.5][: rank + 1] if rank < world - 1 else [0.0]
     row = [float(rank), *extremes, *[7.0] * (5 - len(extremes))]
     table = control.exchange(row)
+    text = control.broadcast_text("what rank 0 found: π" if rank == 0 else None)
 
     verdicts = []
     for failing_rank in range(world):
@@ -100,7 +101,7 @@ def exchanges(rank: int, world: int, control: ControlPlane, given: dict[str, Any
                 "seconds": [one.seconds for one in tally.ballots],
             }
         )
-    return {"table": [[repr(number) for number in row] for row in table], "verdicts": verdicts}
+    return {"table": [[repr(number) for number in row] for row in table], "verdicts": verdicts, "text": text}
 
 
 @pytest.mark.timeout(120)
@@ -113,6 +114,7 @@ def test_all_ranks_read_the_same_rows_and_verdicts_whoever_fails(together: list[
     assert "nan" not in first["table"][world - 1], "a NaN stays in its own row"
     if world == 4:
         assert first["table"][2][2:4] == ["inf", "-inf"]
+    assert first["text"] == "what rank 0 found: π"
     assert first["verdicts"] == [
         {
             "verdict": "retry",

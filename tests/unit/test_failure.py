@@ -91,7 +91,7 @@ BY_TEXT = [
     (torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be", 2), FailureKind.CUDA_OOM),
     (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), "workspace_oom"),
     (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), FailureKind.WORKSPACE_OOM),
-    (RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear"), FailureKind.CUDNN_AMBIGUOUS),
+    (RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear"), FailureKind.LIBRARY_AMBIGUOUS),
     (
         torch.distributed.DistBackendError(
             "NCCL error in: NCCLUtils.cpp:93, unhandled cuda error\nncclUnhandledCudaError: Call to CUDA function "
@@ -116,6 +116,11 @@ BY_TEXT = [
     (torch.distributed.DistNetworkError("Failed to recv, got 0 bytes."), FailureKind.PEER),
     (RuntimeError("[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.1]:61"), FailureKind.PEER),
     (RuntimeError("[../gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 1800000ms"), FailureKind.PEER),
+    (
+        RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"),
+        "library_ambiguous",
+    ),
+    (torch.AcceleratorError("CUDA error: too many resources requested for launch", 701), FailureKind.KERNEL_LIMIT),
     (OutOfResources("out of resource: shared memory, Required: 131072, Hardware limit: 101376."), "kernel_limit"),
     (torch.AcceleratorError("CUDA error: device-side assert triggered", 710), FailureKind.DEVICE_ASSERT),
     (torch.AcceleratorError("CUDA error: an illegal memory access was encountered", 700), FailureKind.ILLEGAL_ACCESS),
@@ -149,7 +154,7 @@ def test_every_kind_is_covered_by_an_example_and_has_advice() -> None:
 
 def test_what_follows_from_a_kind() -> None:
     memory = {kind for kind, traits in TRAITS.items() if traits.memory}
-    assert memory == {"cuda_oom", "workspace_oom", "cudnn_ambiguous", "nccl_oom", "host_oom"}
+    assert memory == {"cuda_oom", "workspace_oom", "library_ambiguous", "nccl_oom", "host_oom"}
     assert {kind for kind, traits in TRAITS.items() if traits.sticky} == {
         "illegal_access",
         "device_assert",

@@ -263,7 +263,7 @@ def test_the_bound_on_retries_is_the_users() -> None:
 
 
 def test_ambiguous_cudnn_errors_shrink_but_are_not_called_out_of_memory_at_the_floor() -> None:
-    ambiguous = failing(FailureKind.CUDNN_AMBIGUOUS, 4, 400)
+    ambiguous = failing(FailureKind.LIBRARY_AMBIGUOUS, 4, 400)
     assert isinstance(decide(start(), tally(ambiguous), OOM), Retry)
     decision = decide(start(), tally(replace(ambiguous, samples=1)), OOM)
     assert isinstance(decision, Stop)

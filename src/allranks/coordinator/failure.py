@@ -57,7 +57,13 @@ class _Rule:
         return bool(names & self.types) or any(part in text for part in self.texts)
 
 
-_CUDNN_AMBIGUOUS = ("cudnn_status_not_supported", "cudnn_status_internal_error", "unable to find an engine to execute")
+_AMBIGUOUS = (
+    "cudnn_status_not_supported",
+    "cudnn_status_internal_error",
+    "cudnn_status_not_initialized",
+    "cublas_status_not_initialized",
+    "unable to find an engine to execute",
+)
 _REFUSED = (
     "cublas_status_invalid_value",
     "cublas_status_not_supported",
@@ -87,10 +93,14 @@ _PEER_TEXTS = ("connection closed by peer", "gloo/transport", "gloo timeout", "n
 _RULES = (
     _Rule(kind=FailureKind.STOPPED_EARLY, types=frozenset({"StoppedEarly"})),
     _Rule(kind=FailureKind.CUDA_OOM, types=frozenset({"OutOfMemoryError"}), texts=("cuda out of memory",)),
-    _Rule(kind=FailureKind.KERNEL_LIMIT, types=frozenset({"OutOfResources"}), texts=("out of resource: ",)),
+    _Rule(
+        kind=FailureKind.KERNEL_LIMIT,
+        types=frozenset({"OutOfResources"}),
+        texts=("out of resource: ", "too many resources requested"),
+    ),
     _Rule(kind=FailureKind.NCCL_OOM, texts=("failed to cuda calloc", "failed to cuda malloc")),
     _Rule(kind=FailureKind.WORKSPACE_OOM, texts=("cublas_status_alloc_failed", "cudnn_status_alloc_failed")),
-    _Rule(kind=FailureKind.CUDNN_AMBIGUOUS, texts=_CUDNN_AMBIGUOUS),
+    _Rule(kind=FailureKind.LIBRARY_AMBIGUOUS, texts=_AMBIGUOUS),
     _Rule(kind=FailureKind.CUDA_OOM, texts=("cuda error: out of memory",)),
     _Rule(kind=FailureKind.DEVICE_ASSERT, texts=("device-side assert",)),
     _Rule(kind=FailureKind.ILLEGAL_ACCESS, texts=("illegal memory access",)),
@@ -159,7 +169,7 @@ def _kind(exc: BaseException) -> FailureKind:
     return next((rule.kind for rule in _RULES if rule.fits(names, text)), FailureKind.OTHER)
 
 
-_UNITS = {"": 1, "byte": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40, "p": 2**50, "e": 2**60}
+_UNITS = {"b": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40, "p": 2**50, "e": 2**60}
 _SIZE = r"([\d.]+) ?(bytes?|[KMGTPE]iB)"
 _ASKED = re.compile(rf"(?:tried to allocate|unable to allocate|calloc(?: async)?|malloc|mmap) {_SIZE}", re.IGNORECASE)
 _FREE = re.compile(rf"of which {_SIZE} is free")
@@ -184,8 +194,8 @@ def _bytes_in(text: str) -> tuple[int | None, int | None]:
 
 
 def _size(number: str, unit: str) -> int:
-    unit = unit.lower().rstrip("s")
-    return int(number) if unit == "byte" else int(float(number) * _UNITS[unit[0]])
+    scale = _UNITS[unit[0].lower()]
+    return int(number) * scale if number.isdigit() else int(float(number) * scale)
 
 
 def release(exc: BaseException) -> bool:
@@ -281,11 +291,11 @@ class FailureRecord:
 
 def read_all(run_dir: Path, *, launch: int | None = None, step: int | None = None) -> list[FailureRecord]:
     """The records of a run, oldest first; of one launch or step, if given."""
+    wanted_launch = "*" if launch is None else f"{launch:04d}"
+    wanted_step = "*" if step is None else f"{step:08d}"
     records = []
-    for path in sorted((run_dir / FAILURES_DIR).glob("L*.json")):
+    for path in sorted((run_dir / FAILURES_DIR).glob(f"L{wanted_launch}-g*-s{wanted_step}-*.json")):
         fields = json.loads(path.read_text(encoding="utf-8"))
         fields.update(kind=FailureKind(fields["kind"]), sample_ids=tuple(fields["sample_ids"]))
-        record = FailureRecord(**fields)
-        if launch in (None, record.launch) and step in (None, record.step):
-            records.append(record)
+        records.append(FailureRecord(**fields))
     return records

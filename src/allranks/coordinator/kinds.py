@@ -24,7 +24,7 @@ class FailureKind(StrEnum):
 
     CUDA_OOM = "cuda_oom"
     WORKSPACE_OOM = "workspace_oom"
-    CUDNN_AMBIGUOUS = "cudnn_ambiguous"
+    LIBRARY_AMBIGUOUS = "library_ambiguous"
     NCCL_OOM = "nccl_oom"
     HOST_OOM = "host_oom"
     KERNEL_LIMIT = "kernel_limit"
@@ -73,11 +73,11 @@ TRAITS: dict[FailureKind, Traits] = {
         memory=True,
         advice=f"leave room outside torch's pool for the workspace of cuBLAS or cuDNN: {_SMALLER}",
     ),
-    FailureKind.CUDNN_AMBIGUOUS: Traits(
+    FailureKind.LIBRARY_AMBIGUOUS: Traits(
         severity=Severity.MEMORY,
         memory=True,
-        advice="cuDNN says this for want of memory and for unsupported shapes alike; if smaller micro-batches "
-        "don't cure it, try another model.attn_implementation",
+        advice="cuBLAS and cuDNN say this for want of memory and for unsupported shapes alike; if smaller "
+        "micro-batches don't cure it, try another model.attn_implementation",
     ),
     FailureKind.NCCL_OOM: Traits(
         severity=Severity.RESPAWN,

@@ -259,7 +259,7 @@ def _stop(cause: Ballot, message: str) -> Stop:
         return Stop(reason="storage", message=message, exit_code=ExitCode.STORAGE)
     if cause.kind in (FailureKind.USER, FailureKind.DATA):
         return Stop(reason="failure", message=message, exit_code=ExitCode.USAGE)
-    if cause.memory and cause.kind is not FailureKind.CUDNN_AMBIGUOUS:
+    if cause.memory and cause.kind is not FailureKind.LIBRARY_AMBIGUOUS:
         return Stop(reason="out_of_memory", message=message, exit_code=ExitCode.OUT_OF_MEMORY)
     return Stop(reason="failure", message=message, exit_code=ExitCode.CRASH)
 
@@ -278,10 +278,10 @@ def _why_no_retry(tally: Tally, cause: Ballot, can_retry: bool) -> str:
     advice = _advice(cause)
     if cause.severity is Severity.STOP or not cause.memory:
         return advice
+    if tally.data_plane_damaged:
+        return f"a collective was left half-done and can't be retried in place: {advice}"
     if not can_retry:
         return f"this profile can't retry in place, ddp and zero2 can: {advice}"
-    if tally.data_plane_damaged:
-        return f"a collective was left half-done, so this process can't retry in place: {advice}"
     return advice
 
 
@@ -292,7 +292,7 @@ def _advice(cause: Ballot) -> str:
 _NAMES = {
     FailureKind.CUDA_OOM: "ran out of GPU memory",
     FailureKind.WORKSPACE_OOM: "found no GPU memory for a workspace",
-    FailureKind.CUDNN_AMBIGUOUS: "was refused by cuDNN, perhaps for want of GPU memory",
+    FailureKind.LIBRARY_AMBIGUOUS: "was refused by cuBLAS or cuDNN, perhaps for want of GPU memory",
     FailureKind.NCCL_OOM: "found no GPU memory for NCCL",
     FailureKind.HOST_OOM: "ran out of host memory (RAM)",
 }
