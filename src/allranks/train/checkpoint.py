@@ -148,11 +148,7 @@ class CheckpointStore:
         Raises:
             StorageError: the pointer could not be replaced; the earlier checkpoints stay usable.
         """
-        older = [
-            other
-            for other in self._published()[0]
-            if other.folder not in self._damaged and self._damage(other, checksums=False) is None
-        ]
+        older = self._whole(self._published()[0])
         pointer = {
             "pointer_version": POINTER_VERSION,
             **ref.to_dict(),
@@ -171,15 +167,16 @@ class CheckpointStore:
         self._remove(ref.folder)
 
     def prune(self) -> tuple[str, ...]:
-        """Remove the folders that no longer count, and those that a dead writer left.
+        """Remove all but the pointed checkpoint and the newest `keep` whole ones, and what a dead writer left.
 
-        To be called after `publish`, and at the start of a launch: the run's lock makes every other writer a dead one.
-        Without a readable pointer only incomplete folders go.
+        To be called after `publish`, and after `latest` at the start of a launch: the run's lock makes every other
+        writer a dead one.
 
         Returns:
             One line for each folder that would not go.
         """
-        kept = {ref.folder for ref in self._published()[0]} | self._unpublished
+        published = self._published()[0]
+        kept = {ref.folder for ref in (*published[:1], *self._whole(published)[: self.keep])} | self._unpublished
         try:
             stale = [folder for folder in self._folders() if folder.name not in kept]
         except OSError as error:
@@ -310,6 +307,9 @@ class CheckpointStore:
         except FileNotFoundError:
             return []
 
+    def _whole(self, refs: list[CheckpointRef]) -> list[CheckpointRef]:
+        return [ref for ref in refs if ref.folder not in self._damaged and self._damage(ref, checksums=False) is None]
+
     def _damage(self, ref: CheckpointRef, *, checksums: bool) -> str | None:
         for name, record in ref.files.items():
             path = self.path(ref) / name
@@ -330,9 +330,9 @@ class CheckpointStore:
 
     def _not_written(self, step: int, path: Path, needed: int, error: OSError) -> StorageError:
         published, word = self._published()
-        usable = next((ref for ref in published if self._damage(ref, checksums=False) is None), None)
-        if usable is not None:
-            words = f"the checkpoint of step {usable.step}"
+        usable = self._whole(published)
+        if usable:
+            words = f"the checkpoint of step {usable[0].step}"
         else:
             words = "no checkpoint yet" if word is None else f"unknown, {word}"
         return StorageError(not_written(f"the checkpoint of step {step}", path, needed, error, words))

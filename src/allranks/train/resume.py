@@ -80,6 +80,7 @@ FREE_KEYS: dict[str, str] = {
     "training.gradient_checkpointing": "it recomputes the same activations",
     "training.logging_steps": "logging changes no weight",
     "training.eval_steps": "evaluation changes no weight",
+    "training.eval_on_start": "evaluation changes no weight",
     "oom.max_retries_per_step": "a retry takes the same samples",
     "oom.stop_timeout_s": "it only bounds how long a stop may take",
     "output.dir": "a run directory may move",
@@ -158,7 +159,7 @@ def resume_notes(saved: Plan, current: Plan) -> list[str]:
     notes = []
     for what, before, now in (
         ("profile", saved.profile_kind, current.profile_kind),
-        ("ranks", saved.world_size, current.world_size),
+        ("number of ranks", saved.world_size, current.world_size),
         ("device", saved.device, current.device),
         ("mixed precision", saved.mixed_precision, current.mixed_precision),
     ):
