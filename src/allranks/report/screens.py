@@ -54,8 +54,8 @@ def run_screen(report: RunReport, width: int) -> list[str]:
     ]
     sections = {
         "notes": [line for note in report.notes for line in _wrapped(note, width)],
-        "training": _indented(_log_table(report.logs)),
-        "evaluation": _indented(_eval_table(report.evaluations)),
+        f"training{_shown(report.logs)}": _indented(_log_table(report.logs)),
+        f"evaluation{_shown(report.evaluations)}": _indented(_eval_table(report.evaluations)),
         "incidents": [line for event in report.incidents for line in _wrapped(_incident(event), width)],
         "checkpoints": [
             f"  step {save['step']}  {save['path']}  {human_bytes(save['bytes'])}, written in "
@@ -125,6 +125,10 @@ def _thinned(events: Sequence[Event]) -> list[Event]:
         return list(events)
     step = (len(events) - 1) / (_MOST_ROWS - 1)
     return [events[round(row * step)] for row in range(_MOST_ROWS)]
+
+
+def _shown(events: Sequence[Event]) -> str:
+    return f" ({_MOST_ROWS} of {len(events)} rows)" if len(events) > _MOST_ROWS else ""
 
 
 def _incident(event: Event) -> str:
