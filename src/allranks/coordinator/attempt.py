@@ -97,10 +97,13 @@ def run_attempt(
 
 
 class Store(Protocol):
-    """What the flag needs of a `torch.distributed.Store`."""
+    """What flag and watcher need of a `torch.distributed.Store`."""
 
     def set(self, key: str, value: str, /) -> None:
         """Store a value."""
+
+    def get(self, key: str, /) -> bytes:
+        """A value; waits for it."""
 
     def check(self, keys: list[str], /) -> bool:
         """Whether all keys are there; does not wait for them."""

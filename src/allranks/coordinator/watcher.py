@@ -11,10 +11,9 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import NoReturn
 
-if TYPE_CHECKING:
-    from torch.distributed import Store
+from allranks.coordinator.attempt import Store
 
 _POLL_S = 0.2
 
@@ -62,7 +61,7 @@ class Watcher:
         if store is not None and world_size > 1:
             threading.Thread(target=self._watch, args=(store.clone(),), daemon=True, name="watcher").start()
 
-    def declare(self, message: str) -> None:
+    def declare(self, message: str) -> NoReturn:
         """Say that this rank failed where peers can't be reached by a vote. Does not return: all ranks leave."""
         if self._main is None or self._world_size == 1:
             self._leave(Declared(message=message, silent_ranks=()))
@@ -80,7 +79,7 @@ class Watcher:
             while not store.check([self._key]):
                 if self._closed.wait(_POLL_S):
                     return
-            message = store.get(self._key).decode()
+            message = bytes(store.get(self._key)).decode()
         except RuntimeError:
             return  # the store went with rank 0: the vote, or the agent that started the ranks, will notice
         self._leave(Declared(message=message, silent_ranks=self._gather(store)))

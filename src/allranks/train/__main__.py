@@ -38,7 +38,9 @@ def main(argv: list[str] | None = None) -> int:
     from allranks.train.bare import start_bare
     from allranks.train.main import lost, process_status, run
     from allranks.train.process import join, joined_control, leave
+    from allranks.train.quiet import quiet
 
+    quiet()
     with ExitStack() as held:
         try:
             if arguments.run_dir is not None:

@@ -8,7 +8,7 @@ import signal
 import sys
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
@@ -68,7 +68,7 @@ def _context(plan: Plan, rank: Rank, control: ControlPlane, launch: int) -> Cont
     run_dir = Path(plan.run_dir)
     console = Console(main=place.rank == 0)
     events = EventLog(run_dir, place.rank, launch)
-    store = dist.distributed_c10d._get_default_store() if place.world_size > 1 else None
+    store: Any = dist.distributed_c10d._get_default_store() if place.world_size > 1 else None
     ctx = Context(
         plan=plan,
         run_dir=run_dir,
@@ -112,8 +112,11 @@ def _announce(ctx: Context) -> None:
         f"{ctx.plan.name}: {ctx.world_size} rank(s), profile {ctx.rank.profile}, {ctx.rank.device.type}, "
         f"compute {'fp32' if ctx.rank.precision == 'no' else ctx.rank.precision}"
     )
-    for word in (*ctx.plan.notes, *ctx.rank.notes):
-        ctx.note(word)
+    for word in ctx.plan.notes:
+        if ctx.rank.environment.under_launcher:  # which has said them
+            ctx.events.write("note", message=word)
+        else:
+            ctx.note(word)
 
 
 def _verdict(reason: str, message: str, exit_code: ExitCode, step: int) -> Verdict:

@@ -69,6 +69,22 @@ def load_tokenizer(config: RunConfig) -> tuple[Any, tuple[str, ...]]:
     return tokenizer, tuple(notes)
 
 
+def model_max_length(config: RunConfig) -> int | None:
+    """Tokens that the model takes at most, if its configuration says so."""
+    from transformers import AutoConfig
+
+    try:
+        found = AutoConfig.from_pretrained(
+            config.model.name_or_path,
+            revision=config.model.revision,
+            trust_remote_code=config.model.trust_remote_code,
+        )
+    except (OSError, ValueError) as error:
+        raise UserError(f"model.name_or_path: {config.model.name_or_path!r}: {_first_line(error)}") from error
+    length = getattr(found, "max_position_embeddings", None)
+    return int(length) if length is not None else None
+
+
 def load_model(
     config: RunConfig,
     *,
@@ -113,8 +129,9 @@ def _load_base(
         "trust_remote_code": config.model.trust_remote_code,
         "attn_implementation": config.model.attn_implementation,
         "dtype": dtype,
-        "device_map": {"": device.index if device.type == "cuda" else "cpu"},
     }
+    if profile != "zero3":  # transformers refuses a map there: the engine moves what it spreads
+        arguments["device_map"] = {"": device.index if device.type == "cuda" else "cpu"}
     if config.quantization.load_in_4bit:
         arguments["quantization_config"] = _quantization(config, profile, dtype)
     if config.model.task == "sequence-classification":

@@ -29,14 +29,12 @@ class Rank:
         environment: rank, world size and so on.
         profile: how the model is spread, as accelerate was configured.
         precision: ``bf16``, ``fp16`` or ``no``.
-        notes: what differs from what was asked, one line each.
     """
 
     accelerator: Any
     environment: environment.RankEnvironment
     profile: ProfileKind
     precision: str
-    notes: tuple[str, ...]
 
     @property
     def device(self) -> torch.device:
@@ -113,15 +111,10 @@ def join(profile: ProfileKind, precision: str) -> Rank:
 
     place = environment.rank_environment()
     cuda = torch.cuda.is_available()
-    notes = []
     # DDP would broadcast buffers in every forward: a collective where there must be none.
     handlers: list[Any] = [DistributedDataParallelKwargs(broadcast_buffers=False)]
     if place.world_size > 1:
         shared = cuda and place.local_world_size > torch.cuda.device_count()
-        if shared:
-            notes.append(
-                f"{place.local_world_size} ranks share {torch.cuda.device_count()} GPU(s): they talk over gloo, slowly"
-            )
         handlers.append(
             InitProcessGroupKwargs(
                 backend="gloo" if shared or not cuda else "nccl", timeout=timedelta(seconds=DATA_PLANE_TIMEOUT_S)
@@ -136,7 +129,7 @@ def join(profile: ProfileKind, precision: str) -> Rank:
     accelerator = Accelerator(cpu=cpu, mixed_precision=precision, kwargs_handlers=handlers)
     if accelerator.num_processes != place.world_size:
         raise RuntimeError(f"accelerate sees {accelerator.num_processes} ranks, torchrun started {place.world_size}")
-    return Rank(accelerator=accelerator, environment=place, profile=profile, precision=precision, notes=tuple(notes))
+    return Rank(accelerator=accelerator, environment=place, profile=profile, precision=precision)
 
 
 def spread(rank: Rank, model: torch.nn.Module, make_optimizer: Callable[[Any], torch.optim.Optimizer]) -> Strategy:

@@ -19,7 +19,7 @@ from allranks.train.checkpoint import CheckpointRef, CheckpointStore, check_opti
 from allranks.train.context import Context
 from allranks.train.data import DataRequest, PreparedData, prepare
 from allranks.train.job import Job, Position
-from allranks.train.model import ModelParts, load_model, load_tokenizer
+from allranks.train.model import ModelParts, load_model, load_tokenizer, model_max_length
 from allranks.train.order import SampleOrder
 from allranks.train.process import spread
 from allranks.train.resume import fingerprint_difference, resume_differences, resume_notes
@@ -107,7 +107,7 @@ def _checkpoint_to_resume(ctx: Context) -> CheckpointRef | None:
         for word in ref.notes:
             ctx.note(word)
         saved = store.saved_plan(ref)
-        state, _, _ = store.load(ref)
+        state = store.load(ref)[0]
         problems = resume_differences(saved.config, ctx.plan.config, recorded_global_batch_size=state.global_batch_size)
         if problems:
             raise ProblemsError(f"the checkpoint of step {ref.step} is of another run", problems)
@@ -137,7 +137,12 @@ def _load_data(ctx: Context) -> tuple[Any, PreparedData]:
         if not mine:
             return None
         tokenizer, words = load_tokenizer(config)
-        request = DataRequest(data=config.data, task=config.model.task, model_max_length=None)
+        request = DataRequest(
+            data=config.data,
+            task=config.model.task,
+            model_max_length=model_max_length(config),
+            num_labels=config.model.num_labels,
+        )
         progress = partial(_tokenising, ctx) if ctx.is_main else None
         return tokenizer, words, prepare(request, tokenizer, progress=progress)
 

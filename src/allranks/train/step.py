@@ -163,7 +163,7 @@ def _micro_step(
     if ctx.injector.poison(at.key.step, at.key.attempt):
         loss = loss * math.nan
     at.phase = "backward"
-    logits.register_hook(ctx.injector.in_backward(at.key.step, at.key.attempt))
+    logits.register_hook(ctx.injector.in_backward(at.key.step, at.key.attempt))  # type: ignore[no-untyped-call]
     job.strategy.backward(loss * job.scale.value)
     return loss.detach()
 

@@ -7,6 +7,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import NoReturn, TypeVar
 
 import torch
@@ -14,7 +15,7 @@ import torch
 from allranks.coordinator.agreement import ControlPlaneLost, vote_one
 from allranks.coordinator.attempt import AttemptKey, AttemptPhase, Failed, run_attempt
 from allranks.coordinator.ballots import Ballot, Tally, fingerprint
-from allranks.coordinator.failure import read_all
+from allranks.coordinator.failure import classify, read_all
 from allranks.coordinator.kinds import FailureKind
 from allranks.coordinator.policy import Go, Retry, Stop, decide
 from allranks.errors import StopTraining
@@ -73,7 +74,7 @@ def together(
     while True:
         at = Attempt(key=ctx.key(phase, step, attempt), phase=phase)
         began = time.monotonic()
-        outcome = run_attempt(lambda at=at: work(at), on_failure=print_traceback)
+        outcome = run_attempt(partial(work, at), on_failure=print_traceback)
         ballot = Ballot(
             committed_step=ctx.committed_step,
             caps_fingerprint=fingerprint(ctx.policy.train.caps, ctx.policy.evaluation.caps),
@@ -161,8 +162,10 @@ def declare(ctx: Context, ballot: Ballot, key: AttemptKey) -> NoReturn:
 
 
 def print_traceback(error: BaseException) -> None:
-    """Into this rank's log, while the exception still has its frames."""
-    traceback.print_exception(error)
+    """Into this rank's log, while the exception still has its frames, where its own text does not say enough."""
+    what = classify(error)
+    if not (what.memory or what.secondary or what.kind in _SELF_EXPLAINED):
+        traceback.print_exception(error)
 
 
 def _headroom_bytes(device: torch.device) -> int | None:

@@ -1,0 +1,178 @@
+"""Real training runs for the tests: a tiny Llama in NF4, a small set, real ranks through `accelerate launch`."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+OBSERVER = Path(__file__).with_name("observed_worker.py")
+TIMEOUT_S = 150
+
+
+def write_set(path: Path, *, samples: int, seed: int) -> Path:
+    """Prompt-completion samples with a long-tailed mix of lengths."""
+    rng = random.Random(seed)
+    with path.open("w", encoding="utf-8") as file:
+        for number in range(samples):
+            words = max(1, min(30, int(rng.lognormvariate(1.2, 0.8))))
+            completion = " ".join(rng.choice(("red", "blue", "green", "grey")) for _ in range(words))
+            file.write(json.dumps({"prompt": f"{number}:", "completion": completion}) + "\n")
+    return path
+
+
+def config_of(model: Path, folder: Path, **changes: Any) -> dict[str, Any]:
+    """A run of 10 steps over 60 samples; `changes` are dotted keys with `__` for the dot."""
+    train = folder / "train.jsonl"
+    if not train.exists():
+        write_set(train, samples=60, seed=1)
+        write_set(folder / "eval.jsonl", samples=11, seed=2)
+    config: dict[str, Any] = {
+        "model": {"name_or_path": str(model)},
+        "lora": {"r": 4},
+        "data": {"train": str(train), "max_length": 128},
+        "training": {
+            "max_steps": 10,
+            "global_batch_size": 8,
+            "per_device_train_batch_size": 4,
+            "learning_rate": 2e-3,
+            "lr_scheduler_type": "constant",
+            "warmup_steps": 0,
+        },
+        "output": {"dir": str(folder / "runs"), "save_steps": None},
+    }
+    for key, value in changes.items():
+        section, _, name = key.partition("__")
+        config.setdefault(section, {})[name] = value
+    return config
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finished:
+    """A run that ended."""
+
+    run_dir: Path
+    status: int
+    output: str
+
+    def events(self, kind: str, rank: int = 0) -> list[dict[str, Any]]:
+        lines = (self.run_dir / "events" / f"rank{rank}.jsonl").read_text(encoding="utf-8").splitlines()
+        return [event for event in map(json.loads, lines) if event["kind"] == kind]
+
+    def committed(self) -> dict[int, list[int]]:
+        """Sample ids by committed step, in the order of the global batch; of a replayed step, the last time."""
+        return {event["step"]: event["sample_ids"] for event in self.events("step")}
+
+    def losses(self) -> list[float]:
+        return [event["loss"] for event in self.events("step")]
+
+    def tensors(self, name: str) -> dict[str, Any]:
+        from safetensors.torch import load_file
+
+        return load_file(self.run_dir / name)
+
+    @property
+    def verdict(self) -> dict[str, Any]:
+        return json.loads((self.run_dir / "verdict.json").read_text(encoding="utf-8"))
+
+
+def environment(**more: str) -> dict[str, str]:
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE", "FSDP", "PET_"))}
+    return {
+        **env,
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
+        "CUDA_VISIBLE_DEVICES": "",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        **more,
+    }
+
+
+def launch_bare(config: dict[str, Any], folder: Path, *, profile: str, ranks: int, observe: dict[str, Any]) -> Finished:
+    """`accelerate launch --config_file profiles/P.yaml`, with the observer as the worker.
+
+    `observe` is what tests/dist/observed_worker.py shall do; empty: the plain worker.
+    """
+    name = config["output"].setdefault("name", profile)
+    file = folder / f"{name}.yaml"
+    file.write_text(yaml.safe_dump(config), encoding="utf-8")
+    worker = [str(OBSERVER)] if observe else ["-m", "allranks.train"]
+    argv = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(ROOT / f"profiles/{profile}.yaml")]
+    argv += ["--num_processes", str(ranks), "--main_process_port", str(free_port()), *worker, str(file)]
+    done = subprocess.run(
+        argv,
+        env=environment(ALLRANKS_TEST_OBSERVE=json.dumps(observe)),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=TIMEOUT_S,
+        cwd=folder,
+        check=False,
+    )
+    run_dir = Path(config["output"]["dir"]) / name
+    return Finished(run_dir=run_dir, status=done.returncode, output=done.stdout)
+
+
+def command(
+    config: dict[str, Any],
+    folder: Path,
+    *,
+    profile: str,
+    ranks: int,
+    inject: tuple[str, ...] = (),
+    more: tuple[str, ...] = (),
+) -> tuple[list[str], Path]:
+    """The command line of `allranks run`, or of `allranks drill` with injections, and the run directory."""
+    name = config["output"].setdefault("name", profile)
+    file = folder / f"{name}.yaml"
+    file.write_text(yaml.safe_dump(config), encoding="utf-8")
+    argv = [
+        str(Path(sys.executable).with_name("allranks")),
+        "drill" if inject else "run",
+        str(file),
+        "--profile",
+        profile,
+    ]
+    argv += [] if profile == "single" else ["--gpus", str(ranks)]
+    argv += [word for fault in inject for word in ("--inject", fault)]
+    return [*argv, *more], Path(config["output"]["dir"]) / name
+
+
+def launch(
+    config: dict[str, Any],
+    folder: Path,
+    *,
+    profile: str,
+    ranks: int,
+    inject: tuple[str, ...] = (),
+    more: tuple[str, ...] = (),
+) -> Finished:
+    """Run `allranks run` or `allranks drill` to its end."""
+    argv, run_dir = command(config, folder, profile=profile, ranks=ranks, inject=inject, more=more)
+    done = subprocess.run(
+        argv,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=TIMEOUT_S,
+        cwd=folder,
+        check=False,
+    )
+    return Finished(run_dir=run_dir, status=done.returncode, output=done.stdout)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
