@@ -235,12 +235,34 @@ def test_a_stop_signal_asks_the_ranks(kind: str, number: signal.Signals, run_dir
 
 
 @pytest.mark.timeout(90)
+def test_one_stop_that_comes_as_two_signals_is_one(run_dir: Path) -> None:
+    with launch(run_dir, "heed") as started:
+        started.wait_for("[rank 0] ready", "[rank 1] ready")
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGTERM):
+            started.process.send_signal(number)
+            time.sleep(0.05)
+        assert started.wait() == ExitCode.INTERRUPTED
+    assert "[rank 1] saving because of SIGTERM" in started.lines
+
+
+@pytest.mark.timeout(90)
+def test_a_stop_request_that_cannot_be_written_becomes_a_signal(run_dir: Path) -> None:
+    with launch(run_dir, "heed_sigterm") as started:
+        started.wait_for("[rank 0] ready", "[rank 1] ready")
+        (run_dir / f".stop.request.{started.process.pid}").mkdir()  # where its content would be written first
+        started.process.send_signal(signal.SIGTERM)
+        assert started.wait() == ExitCode.INTERRUPTED
+    assert any(line.endswith("the ranks get SIGTERM instead") for line in started.lines)
+
+
+@pytest.mark.timeout(90)
 @pytest.mark.parametrize("kind", ["single", "ddp"])
 def test_a_second_signal_kills_at_once(kind: str, run_dir: Path) -> None:
     with launch(run_dir, "stubborn", kind=kind) as started:
         started.wait_for("[rank 0] ready")
         started.process.send_signal(signal.SIGINT)
         until(lambda: any("a second Ctrl-C" in line for line in started.lines), "the first signal is answered")
+        time.sleep(0.6)  # what comes at once is taken for the same wish
         started.process.send_signal(signal.SIGINT)
         assert until(lambda: started.process.poll() is not None, "the launcher leaves") < 5
         assert not of_run(run_dir)
@@ -271,7 +293,7 @@ def test_a_signal_during_the_start_is_heeded(behaviour: str, run_dir: Path) -> N
         until(lambda: bool(started.below()), "accelerate is there")
         started.process.send_signal(signal.SIGTERM)
         if behaviour == "stubborn":
-            started.wait_for("[rank 0] ready")
+            started.wait_for("[rank 0] ready")  # seconds later
             started.process.send_signal(signal.SIGTERM)
         assert started.wait() == ExitCode.INTERRUPTED
         assert not of_run(run_dir)

@@ -78,6 +78,7 @@ def test_the_whole_environment_on_the_cpu() -> None:
         "PYTHONUNBUFFERED": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        "PYTHONWARNINGS": "ignore::FutureWarning",
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",
     }
@@ -96,6 +97,7 @@ def test_the_whole_environment_on_gpus() -> None:
         "PYTHONUNBUFFERED": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        "PYTHONWARNINGS": "ignore::FutureWarning",
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
     }
     assert made.environment({"CUDA_VISIBLE_DEVICES": "GPU-1,GPU-2"})["CUDA_VISIBLE_DEVICES"] == "GPU-1,GPU-2"

@@ -395,7 +395,7 @@ def test_a_drill_tells_what_became_of_each_fault(tmp_path: Path) -> None:
             fault(step=2, phase="eval"),
             fault(step=2, phase="reduce"),
             fault(step=5, kind="sigkill"),
-            fault(step=6),
+            fault(step=7),
         ),
     ).launch()
     run.steps(1, 2).failure(3).retry(3, [2, None]).steps(3)
@@ -408,14 +408,19 @@ def test_a_drill_tells_what_became_of_each_fault(tmp_path: Path) -> None:
         "oom in eval of step 2: did not happen: step 2 was committed without eval",
         "oom in reduce of step 2: did not happen, though the step was committed: a fault of allranks",
         f"sigkill in backward of step 5: left no record; {died}",
-        f"oom in backward of step 6: did not happen; {died}",
+        f"oom in backward of step 7: did not happen; {died}",
     ]
 
 
 def test_a_fault_that_ends_the_run_is_told_with_the_verdict(tmp_path: Path) -> None:
-    run = Run(tmp_path, injections=(fault(), fault(step=1, phase="load", kind="error"))).launch().steps(1, 2)
+    run = (
+        Run(tmp_path, injections=(fault(), fault(step=1, phase="load", kind="error"), fault(step=5, kind="sigkill")))
+        .launch()
+        .steps(1, 2)
+    )
     run.failure(3).failure(0, phase="load").verdict("out_of_memory", ExitCode.OUT_OF_MEMORY, 2)
     assert drill_report(run.plan) == [
         "drill: oom on rank 1 in backward of step 3: happened 1 time; the run ended: out of memory at step 2",
         "drill: error on rank 1 while loading: happened 1 time; the run ended: out of memory at step 2",
+        "drill: sigkill on rank 1 in backward of step 5: did not happen; the run ended: out of memory at step 2",
     ]

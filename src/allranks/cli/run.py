@@ -172,7 +172,7 @@ def start(plan: Plan, *, grace_s: float) -> Outcome:
             console.line(f"allranks: {note}")
         console.line(f"allranks: logs in {_near(request.log_dir)}")
         outcome = run_launch(request, run_dir, world_size=plan.world_size, console=console, grace_s=grace_s)
-    _conclude(outcome, console)
+    _conclude(outcome, run_dir, console)
     return outcome
 
 
@@ -187,16 +187,16 @@ def _request(plan: Plan, launch: int, *, live_line: bool) -> LaunchRequest:
     )
 
 
-def _conclude(outcome: Outcome, console: Console) -> None:
+def _conclude(outcome: Outcome, run_dir: Path, console: Console) -> None:
     """The last words: what the user needs most stands last on the screen."""
     if outcome.exit_code is ExitCode.OK:
-        console.line(f"allranks: {outcome.message}")
+        console.line(f"allranks: finished; all about it: allranks show {_near(run_dir)}")
         return
-    if outcome.log is not None:
+    if outcome.log is not None and outcome.tail:
         typer.echo(f"allranks: the last lines of {_near(outcome.log)}:", err=True)
         for line in outcome.tail:
             typer.echo(f"    {line}", err=True)
-    typer.echo(f"allranks: {outcome.message} (exit code {int(outcome.exit_code)})", err=True)
+    typer.echo(f"allranks: exit code {int(outcome.exit_code)}: {outcome.message}", err=True)
 
 
 def _near(path: Path) -> str:

@@ -86,7 +86,12 @@ def build_launch(
         **_rendezvous_env(plan, port),
         "DS_ACCELERATOR": plan.device,
         "PYTHONUNBUFFERED": "1",
-        **_unless_set(environ, TOKENIZERS_PARALLELISM="false", CUDA_DEVICE_ORDER="PCI_BUS_ID"),
+        **_unless_set(
+            environ,
+            TOKENIZERS_PARALLELISM="false",
+            CUDA_DEVICE_ORDER="PCI_BUS_ID",
+            PYTHONWARNINGS="ignore::FutureWarning",  # words of one library to another's developers, on every rank
+        ),
     }
     if plan.device == "cpu":
         # Hides GPUs from every library at once: each of them would pick one by itself.

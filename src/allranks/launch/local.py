@@ -5,6 +5,7 @@ The only module that starts processes. It has no threads: one loop reads the log
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -30,7 +31,8 @@ GRACE_S = 120.0
 
 LAUNCHER_LOG = "launcher.log"
 
-_POLL_S = 0.1
+_POLL_S = 0.2
+_SAME_WISH_S = 0.5
 _PATIENCE_S = 10.0
 
 
@@ -84,13 +86,21 @@ def _start(request: LaunchRequest) -> subprocess.Popen[bytes]:
 
 
 class _StopSignals:
-    """Names of the stop signals that arrived, oldest first."""
+    """Names of the stop signals that arrived, oldest first.
+
+    One stop often comes as two signals: `timeout` and shells send theirs to the process and to its group, and a
+    terminal that closes does so too. What follows within half a second is the same wish and no second one.
+    """
 
     def __init__(self) -> None:
         self.names: list[str] = []
+        self._last = -math.inf
 
     def __call__(self, number: int, _frame: FrameType | None) -> None:
-        self.names.append(signal.Signals(number).name)
+        now = time.monotonic()
+        if now - self._last > _SAME_WISH_S:
+            self.names.append(signal.Signals(number).name)
+        self._last = now
 
 
 @contextmanager

@@ -109,9 +109,12 @@ class RankLogs:
         """Print what the ranks wrote since the last call."""
         for rank, path in rank_logs(self._log_dir).items():
             splitter = self._splitters.setdefault(rank, LineSplitter())
-            with path.open("rb") as file:
-                file.seek(self._offsets.get(rank, 0))
-                data = file.read()
+            try:
+                with path.open("rb") as file:
+                    file.seek(self._offsets.get(rank, 0))
+                    data = file.read()
+            except OSError:  # a shared file system that hiccups must not end a run; the next call reads on
+                continue
             self._offsets[rank] = self._offsets.get(rank, 0) + len(data)
             self._print(rank, splitter.feed(data))
             if rank == 0:

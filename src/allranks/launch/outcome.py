@@ -16,7 +16,8 @@ _TAIL_LINES = 12
 _OWN_STATUS = frozenset(ExitCode) - {ExitCode.OK, ExitCode.CRASH}
 """With these a rank leaves deliberately, after saying why; 1 is what Python returns for any exception."""
 
-_TRACEBACK = "Traceback (most recent call last)"
+_TRACEBACK = b"Traceback (most recent call last)"
+_SEARCHED_BYTES = 1024**2
 
 # How torchrun and subprocess report the end of their children; accelerate itself returns 1 whatever happened.
 _TORCHRUN_FAILURE = re.compile(
@@ -164,4 +165,6 @@ def before_report(launcher_log: str) -> list[str]:
 
 
 def _has_traceback(log: Path) -> bool:
-    return _TRACEBACK in log.read_text(encoding="utf-8", errors="replace")
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - _SEARCHED_BYTES))
+        return _TRACEBACK in file.read()

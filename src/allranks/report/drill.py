@@ -9,7 +9,9 @@ from allranks.plan.plan import Injection, Plan
 from allranks.report.runs import read_run
 from allranks.report.screens import caps_words
 
-_SILENT = ("exit", "sigkill")
+_SILENT = ("exit", "sigkill", "nan")
+"""Kinds that leave no failure record: nobody is left to write it, or nothing was raised."""
+
 _OPTIONAL = ("eval", "save")
 _MISSED = "did not happen, though the step was committed: a fault of allranks"
 
@@ -44,7 +46,8 @@ def _became(run_dir: Path, fault: Injection) -> str:
         return (
             f"did not happen: step {step} was committed without {fault.phase}" if fault.phase in _OPTIONAL else _MISSED
         )
-    if not seen and fault.kind not in (*_SILENT, "nan"):
+    reached = step <= report.step + 1
+    if not seen and not (reached and fault.kind in _SILENT):
         return f"did not happen; {end}"
     happened = f"happened {len(seen)} time{'s' if len(seen) != 1 else ''}" if seen else "left no record"
     if retries and committed:
