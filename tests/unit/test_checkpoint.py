@@ -7,6 +7,7 @@ import re
 import resource
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -246,6 +247,17 @@ def test_files_of_another_version_are_refused(run_dir: Path) -> None:
         store.load(replace(ref, files=changed))
 
 
+def test_launcher_reads_checkpoints_without_torch(run_dir: Path) -> None:
+    save(CheckpointStore(run_dir, keep=1), 5)
+    code = (
+        "import sys; from pathlib import Path; from allranks.train.checkpoint import CheckpointStore; "
+        "store = CheckpointStore(Path(sys.argv[1]), keep=1); ref = store.latest(); store.saved_plan(ref); "
+        "print(ref.step, 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(run_dir)], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["5", "False"]
+
+
 # --- PEFT's own names ------------------------------------------------------------------------------------------------
 
 
@@ -432,9 +444,8 @@ def test_damage_falls_back_with_a_word(run_dir: Path, how: str, word: str) -> No
     ref = assert_usable(run_dir, 10)
     assert ref.folder == older.folder
     assert len(ref.notes) == 2
-    pytest.raises(StorageError, CheckpointStore(run_dir, keep=2).load, newer).match(
-        f"damaged: {word}\n.*fix: run again"
-    )
+    with pytest.raises(StorageError, match=f"damaged: {word}\n.*fix: run again"):
+        CheckpointStore(run_dir, keep=2).load(newer)
     assert re.fullmatch(f"checkpoint of step 20 is damaged: {word}", ref.notes[0])
     assert ref.notes[1].startswith("taking the newest usable checkpoint instead: step 10, ")
 

@@ -131,6 +131,15 @@ def test_earlier_adapter_is_replaced_whole(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
 
 
+def test_token_of_the_hub_is_in_no_file(tmp_path: Path) -> None:
+    tokenizer().save_pretrained(tmp_path / "tokenizer")
+    loaded = AutoTokenizer.from_pretrained(tmp_path / "tokenizer", token="hf_secretsecretsecret")
+    folder = write(tmp_path, trained(base_model()), loaded)
+    assert len(list(folder.iterdir())) >= 5
+    for path in folder.iterdir():
+        assert b"hf_secret" not in path.read_bytes(), path
+
+
 def failing(call: str, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the `at`-th call of a function of `os` report a full disk."""
     real, calls = getattr(os, call), [0]

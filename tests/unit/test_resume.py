@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -210,6 +212,17 @@ def test_length_may_change_only_where_the_learning_rate_does_not_depend_on_it(
     assert {problem.path for problem in problems} == expected
     for problem in problems:
         assert "only lr_scheduler_type constant with an explicit warmup_steps leaves the length free" in problem.message
+
+
+def test_documentation_lists_the_keys_that_may_differ() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs/checkpoints.md").read_text(encoding="utf-8")
+    table = page.partition("**May differ**")[2].partition("Special cases:")[0]
+    named = set(re.findall(r"`(\w+\.[\w*]+)`", table))
+    assert {path for path in FREE_KEYS if path.partition(".")[0] not in ("oom", "output")} | {
+        "oom.*",
+        "output.*",
+    } == named
+    assert not any(path.startswith(("oom.", "output.")) for path in RESUME_KEYS)
 
 
 def test_other_content_of_the_training_set_is_a_difference() -> None:

@@ -74,14 +74,15 @@ def write_adapter(
             final.rename(replaced)
         fresh.rename(final)
         fsync_folder(run_dir)
-    except OSError as error:
+    except Exception as error:
         if replaced.exists() and not final.exists():
             replaced.rename(final)
         shutil.rmtree(fresh, ignore_errors=True)
         usable = "the last checkpoint" + (" and the earlier adapter" if final.exists() else "")
-        raise StorageError(
-            not_written("the final adapter", final, tensor_file_bytes(weights), error, usable)
-        ) from error
+        if isinstance(error, OSError):
+            needed = tensor_file_bytes(weights)
+            raise StorageError(not_written("the final adapter", final, needed, error, usable)) from error
+        raise
     for left in run_dir.glob(f".{ADAPTER_DIR}-*"):  # the folder replaced just now, and those of killed launches
         shutil.rmtree(left, ignore_errors=True)
     return final
@@ -213,5 +214,5 @@ def _recipe(config: RunConfig) -> dict[str, Any]:
 
 def _portable(name_or_path: str) -> str:
     """A hub id or relative path as it is, of a local absolute path the last part."""
-    path = Path(name_or_path).expanduser()
-    return path.name if path.is_absolute() else name_or_path
+    local = Path(name_or_path).is_absolute() or name_or_path.startswith("~")
+    return Path(name_or_path).name if local else name_or_path
