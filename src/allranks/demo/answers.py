@@ -15,7 +15,9 @@ def load_base(model_dir: Path, device: str) -> tuple[Any, Any]:
     """The model in 4 bits as the run quantises it (NF4, double quantisation), and its tokenizer."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     quantization = BitsAndBytesConfig(
         load_in_4bit=True,
