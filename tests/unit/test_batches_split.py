@@ -130,6 +130,20 @@ def test_smaller_caps_lose_no_sample_and_take_no_fewer_micro_batches(case, divis
     assert sorted(itertools.chain(*itertools.chain(*smaller.split()))) == list(range(len(case.lengths)))
 
 
+def test_ranks_are_levelled_after_the_longest_first_rule():
+    """Dealt longest first, these are 70 and 50."""
+    caps = Caps(max_samples=8, max_tokens=None)
+    ranks = split([30, 30, 20, 20, 20], world_size=2, caps=caps, lockstep=False, padded=False)
+    assert sorted(map(sorted, itertools.chain(*ranks))) == [[0, 1], [2, 3, 4]]
+
+
+def test_tightly_packed_samples_are_spread_over_all_ranks():
+    """Dealt to the lightest of four micro-batches they do not fit; packed tightly three would hold them."""
+    caps = Caps(max_samples=3, max_tokens=29)
+    ranks = split([19, 18, 18, 11, 11, 10], world_size=4, caps=caps, lockstep=True, padded=False)
+    assert sorted(sum(map(len, rank)) for rank in ranks) == [1, 1, 2, 2]
+
+
 def test_a_sample_above_the_token_cap_travels_alone():
     for padded in (True, False):
         ranks = split(

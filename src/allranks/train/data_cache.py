@@ -189,7 +189,8 @@ class EntryWriter:
             "bad": self._bad,
         }
         try:
-            self._close()
+            for file in self._files.values():
+                file.close()
             (self._making / _META).write_text(json.dumps(meta), encoding="utf-8")
             entry = self._put_in_place()
         except OSError as error:
@@ -212,12 +213,10 @@ class EntryWriter:
 
     def abandon(self) -> None:
         """Remove what `commit` did not put in place."""
-        self._close()
-        shutil.rmtree(self._making, ignore_errors=True)
-
-    def _close(self) -> None:
         for file in self._files.values():
-            file.close()
+            with suppress(OSError):  # closing writes what is buffered, which a full disk refuses again
+                file.close()
+        shutil.rmtree(self._making, ignore_errors=True)
 
 
 def _unwritable(folder: Path, error: OSError) -> ProblemsError:

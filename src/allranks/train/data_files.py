@@ -49,7 +49,7 @@ def jsonl_rows(path: Path) -> Reader:
                 blank.append(number)
                 continue
             try:
-                row = json.loads(line)
+                row = json.loads(line.rstrip("\r\n"))
             except (ValueError, RecursionError) as error:
                 faults.add(number, f"not valid JSON: {_json_fault(error)}: {_shown(line)}")
                 continue
@@ -189,7 +189,7 @@ def _text_lines(path: Path, faults: _Faults) -> Iterator[tuple[int, str]]:
 
 def _json_fault(error: Exception) -> str:
     if isinstance(error, json.JSONDecodeError):
-        return f"{error.msg} at column {error.colno}"
+        return f"{error.msg} (column {error.colno})"
     return "nested too deeply" if isinstance(error, RecursionError) else str(error)
 
 

@@ -72,6 +72,7 @@ def _check(names: tuple[str, ...], num_labels: int | None) -> None:
         fix = "classification needs two or more; look at data.label_column"
         raise ProblemsError("data", [Problem(path="data.label_column", message=message, fix=fix)])
     if num_labels is not None and len(names) > num_labels:
-        message = f"{num_labels}, but the training set has {len(names)} labels: {', '.join(names[:8])}, …"
+        shown = ", ".join(names[:8]) + (", …" if len(names) > 8 else "")
+        message = f"{num_labels}, but the training set has {len(names)} labels: {shown}"
         fix = f"set model.num_labels: {len(names)}, or leave it out"
         raise ProblemsError("data", [Problem(path="model.num_labels", message=message, fix=fix)])

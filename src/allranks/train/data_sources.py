@@ -97,7 +97,8 @@ def _file(name: str, path: Path, key: str) -> Source:
         return Source(name=name, unit="row", content=content, size=size, columns=columns, rows=rows)
     if path.suffix == ".csv":
         columns, csv_reader = csv_rows(path)
-        return Source(name=name, unit="line", content=content, size=lines, columns=columns, rows=csv_reader)
+        size = 0 if next(csv_reader(()), None) is None else lines
+        return Source(name=name, unit="line", content=content, size=size, columns=columns, rows=csv_reader)
     if path.suffix == ".json" and _is_array(path):
         size, array_reader = json_rows(path)
         columns = _keys(array_reader)

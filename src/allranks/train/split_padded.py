@@ -55,16 +55,15 @@ def _equal_spans(costs: list[float], rooms: list[int], limit: int, world: int) -
     """At most `limit` spans, the costliest as cheap as possible.
 
     A sample so long that it alone sets the bound lets the other ranks of its slot fill up to it; then the bound is
-    sought anew for the rest. In the last slot it is sought anew span by span, so that the ranks share what is left.
+    sought anew for the rest.
     """
     spans: list[_Span] = []
     item, n, bound, sought_at = 0, len(costs), float("inf"), float("inf")
     while item < n:
-        left = limit - len(spans)
         paced = bound <= sought_at
         if paced or costs[item] <= sought_at / 2:
-            bound, sought_at = _least_bound(costs, rooms, item, left, bound), costs[item]
-        for _ in range(1 if left <= world else world):
+            bound, sought_at = _least_bound(costs, rooms, item, limit - len(spans), bound), costs[item]
+        for _ in range(world):
             if item < n:
                 stop = min(n, item + _size(costs, rooms, item, bound))
                 spans.append((item, stop))
