@@ -30,8 +30,8 @@ class Cost:
     Attributes:
         a: of a token, in the layers that are linear in the length.
         b: of a pair of tokens, in attention.
-        c: of a micro-batch itself: launching kernels, dequantising the base. The default is in tokens; Llama-3-8B
-            in NF4 needed about 10,000 tokens' worth on an H200, slower GPUs less.
+        c: of a micro-batch itself: launching kernels, dequantising the base. The default is in tokens, and
+            cautious: two runs of Llama-3-8B in NF4 on an H200 differed by about 10,000 a micro-batch.
     """
 
     a: float = 1.0

@@ -106,12 +106,11 @@ def _lightest_first(
 
 
 def _best_fit(batch: Batch, items: Sequence[int]) -> list[list[int]]:
-    """Best-fit decreasing: each item into the fullest micro-batch that has room, at most 11/9 of the fewest."""
-    bins: list[list[int]] = []
+    """Best-fit decreasing: each item into the fullest micro-batch that has room (near the fewest)."""
     if batch.max_tokens is None:
         return [list(items[start : start + batch.max_samples]) for start in range(0, len(items), batch.max_samples)]
-    free: list[tuple[int, int]] = []
-    """(Free tokens, index) of the micro-batches that may take more, by rising room."""
+    bins: list[list[int]] = []
+    free: list[tuple[int, int]] = []  # (tokens, index) of the micro-batches that may take more, by rising room
     for item in items:
         size = batch.tokens[item]
         at = bisect_left(free, (size, -1))
