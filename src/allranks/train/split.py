@@ -31,7 +31,7 @@ class Cost:
         a: of a token, in the layers that are linear in the length.
         b: of a pair of tokens, in attention.
         c: of a micro-batch itself: launching kernels, dequantising the base. The default is in tokens, and
-            cautious: two runs of Llama-3-8B in NF4 on an H200 differed by about 10,000 a micro-batch.
+            cautious: a line through two runs of Llama-3-8B in NF4 on an H200 meets the axis at about 10,000.
     """
 
     a: float = 1.0
