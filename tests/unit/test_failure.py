@@ -212,6 +212,8 @@ def test_a_chain_that_bites_its_tail_ends() -> None:
 def hold(dead: list[weakref.ref[torch.Tensor]]) -> None:
     weight = torch.ones(8, requires_grad=True)
     activation = weight * 2
+    cycle: list[object] = [activation]
+    cycle.append(cycle)
     dead.extend([weakref.ref(weight), weakref.ref(activation)])
     try:
         deeper(activation, dead)
@@ -229,15 +231,16 @@ def test_release_lets_go_of_every_tensor_even_while_the_exception_is_kept() -> N
     dead: list[weakref.ref[torch.Tensor]] = []
     gc.disable()
     try:
-        kept = None
+        kept, logged = None, None
         try:
             hold(dead)
         except ValueError as exc:
-            kept = exc
+            kept, logged = exc, exc.__traceback__
         assert len(dead) == 3
         assert all(ref() is not None for ref in dead), "nothing held the tensors: this test shows nothing"
         assert release(kept)
         assert all(ref() is None for ref in dead)
+        assert logged is not None, "a logger may keep the traceback; its frames are empty"
         assert (kept.__traceback__, kept.__cause__, kept.__context__) == (None, None, None)
     finally:
         gc.enable()

@@ -3,7 +3,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from allranks.caps import Caps
@@ -61,6 +61,7 @@ def test_all_fine_goes_on_unchanged() -> None:
         ((8, 1024), (3, 900), (1, 450)),
         ((8, 1024), (2, 1500), (1, 512)),
         ((2, None), (2, 1), (1, 1)),
+        ((4, None), (8, 4000), (2, 2000)),
     ],
 )
 def test_the_caps_become_half_of_the_cap_or_of_what_failed(
@@ -106,6 +107,7 @@ def test_one_sample_that_had_fitted_is_retried_once_then_stops() -> None:
     assert "although 512 tokens had fitted; a micro-batch of one sample can't be split" in second.message
     recovered = decide(first.state.finished("step"), oom(1, 500, step=9), OOM)
     assert isinstance(recovered, Retry), "the next step has its retry again"
+    assert recovered.state.retries == 1
 
 
 def test_an_evaluation_out_of_memory_shrinks_only_the_evaluation() -> None:
@@ -192,7 +194,7 @@ def test_a_model_that_does_not_fit_is_not_retried() -> None:
 
 
 def test_a_save_out_of_memory_is_retried_once_and_cuts_nothing() -> None:
-    saving = tally(failing(FailureKind.CUDA_OOM), FINE)
+    saving = tally(failing(FailureKind.CUDA_OOM, 4, 400), FINE)
     first = decide(start(), saving, OOM, phase="save")
     assert isinstance(first, Retry)
     assert (first.state.train, first.state.evaluation) == (start().train, start().evaluation)
@@ -288,6 +290,7 @@ KINDS = st.sampled_from(list(FailureKind))
 CAPS = st.builds(Caps, max_samples=st.integers(1, 4096), max_tokens=st.none() | st.integers(1, 10**6))
 
 
+@settings(deadline=None)
 @given(
     caps=CAPS,
     fitting_samples=st.integers(0, 64),
@@ -324,6 +327,7 @@ def test_a_machine_of_any_size_ends_in_success_or_in_one_stop(
     raise AssertionError(f"more than {limit} retries")
 
 
+@settings(deadline=None)
 @given(
     ballots=st.lists(
         st.one_of(
