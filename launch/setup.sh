@@ -6,7 +6,7 @@
 #   ALLRANKS_PYTHON=/some/python3.12 launch/setup.sh with that Python
 #
 # An installed torch >= 2.11 stays as it is: install a CPU or CUDA build of your choice first if you want it.
-# Does nothing when pyproject.toml, constraints.txt and this script are those of the last time.
+# Does nothing when what it depends on is as it was the last time.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 venv=${ALLRANKS_VENV:-.venv}
@@ -50,7 +50,7 @@ fi
 
 # The file also holds the Python version and the repository's path, which the editable install refers to.
 stamp=$venv/.allranks-setup
-now=$("$python" - pyproject.toml constraints.txt launch/setup.sh <<'P'
+now=$("$python" - pyproject.toml setup.py constraints.txt launch/setup.sh <<'P'
 import hashlib, os, sys
 contents = b"".join(open(path, "rb").read() for path in sys.argv[1:])
 print(hashlib.sha256(contents).hexdigest(), sys.version.split()[0], os.getcwd())

@@ -89,7 +89,7 @@ def product(text: str) -> int:
 def test_lookups_are_right(samples: list[Instruction]) -> None:
     lookups = [sample for sample in samples if sample.kind == "where"]
     for sample in lookups:
-        shelves, piece = re.fullmatch(r"Shelf list: (.*)\. Where is the (.*)\?", sample.question).groups()  # type: ignore[union-attr]
+        shelves, piece = re.fullmatch(r"Shelf list: (.*)\. Where is the (.*)\?", sample.question).groups()
         entries = [entry.rsplit(" ", 1) for entry in shelves.split("; ")]
         [line] = [number for number, entry in enumerate(entries, start=1) if entry[0] == piece]
         assert answer_of(sample) == f"The {piece} is on shelf {entries[line - 1][1]}."
@@ -108,7 +108,7 @@ def test_reports_list_every_entry(samples: list[Instruction]) -> None:
         head, *lines, total = answer_of(sample).split("\n")
         assert head.endswith(f"entries: {len(stock)}")
         for number, (entry, line) in enumerate(zip(stock, lines, strict=True), start=1):
-            count, piece, shelf = re.fullmatch(r"(\d+) (.*) (\w\d)", entry).groups()  # type: ignore[union-attr]
+            count, piece, shelf = re.fullmatch(r"(\d+) (.*) (\w\d)", entry).groups()
             assert line == f"{number}. {piece}, shelf {shelf}: {count}"
         assert total == f"Total: {sum(int(entry.split()[0]) for entry in stock)}"
 

