@@ -5,6 +5,7 @@ Run as ``drive_launch.py RUN_DIR KIND GRACE_S BEHAVIOUR [ARGUMENT]``.
 
 from __future__ import annotations
 
+import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -56,4 +57,7 @@ def main(run_dir: Path, kind: str, grace_s: float, behaviour: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    # What is ignored stays so, and is inherited: tests in the background have SIGINT ignored, under nohup SIGHUP too.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
     sys.exit(main(Path(sys.argv[1]), sys.argv[2], float(sys.argv[3]), sys.argv[4:]))

@@ -7,6 +7,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from allranks.errors import ExitCode, UserError
+from allranks.launch.local import _stop_signals
 from allranks.launch.logs import Console, LineSplitter, RankLogs, last_lines, rank_logs
 from allranks.launch.outcome import Death, agreed, before_report, first_death, unexplained
 from allranks.rundir import (
@@ -207,6 +209,24 @@ def test_a_run_directory_has_one_launcher(tmp_path: Path) -> None:
     assert not is_held(tmp_path)
     with launch_lock(tmp_path):
         assert is_held(tmp_path)
+
+
+# --- stop signals ----------------------------------------------------------------------------------------------------
+
+
+def test_an_ignored_signal_stays_ignored_and_handlers_come_back() -> None:
+    before = {number: signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGTERM)}
+    try:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        with _stop_signals() as received:
+            signal.raise_signal(signal.SIGHUP)
+            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
+        assert received.names == ["SIGTERM"]
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        assert signal.getsignal(signal.SIGTERM) == before[signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGHUP, before[signal.SIGHUP])
 
 
 # --- how it ended ----------------------------------------------------------------------------------------------------
