@@ -158,6 +158,23 @@ def test_only_rank_0_draws_the_live_line(tmp_path: Path) -> None:
     assert screen.getvalue() == "\r\x1b[K[rank 0] step 1"
 
 
+def test_a_live_line_does_not_outlive_the_lines_after_it(tmp_path: Path) -> None:
+    screen = Terminal()
+    logs = RankLogs(tmp_path, 1, Console(screen))
+    log = tmp_path / "rank0.log"
+    log.write_text("step 1\r")
+    logs.pump()
+    log.write_text("step 1\rsaved\nstep 2\r")
+    logs.pump()
+    log.write_text("step 1\rsaved\nstep 2\rdone\n")
+    logs.pump()
+    clear = "\r\x1b[K"
+    assert (
+        screen.getvalue()
+        == f"{clear}[rank 0] step 1{clear}[rank 0] saved\n{clear}[rank 0] step 2{clear}[rank 0] done\n"
+    )
+
+
 def test_last_lines_of_a_log(tmp_path: Path) -> None:
     log = tmp_path / "rank0.log"
     assert last_lines(log, 3) == []

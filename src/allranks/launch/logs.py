@@ -116,9 +116,12 @@ class RankLogs:
             except OSError:  # a shared file system that hiccups must not end a run; the next call reads on
                 continue
             self._offsets[rank] = self._offsets.get(rank, 0) + len(data)
-            self._print(rank, splitter.feed(data))
-            if rank == 0:
-                self._console.live(self._prefixed(rank, splitter.live) if splitter.live else "")
+            lines = splitter.feed(data)
+            if rank == 0 and lines:
+                self._console.live("")  # these lines came after it, and may have taken its place
+            self._print(rank, lines)
+            if rank == 0 and splitter.live:
+                self._console.live(self._prefixed(rank, splitter.live))
 
     def finish(self) -> None:
         """Print the rest, line end or not; nothing is lost at the end."""
