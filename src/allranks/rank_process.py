@@ -10,18 +10,22 @@ import time
 from io import TextIOWrapper
 from pathlib import Path
 
+from allranks.rundir import share_lock
+
 _PARENT_POLL_S = 1.0
 
 
 def redirect_output(log: Path) -> None:
     """Append this process's stdout and stderr to `log`, at the level of file descriptors.
 
-    What native code prints while it crashes lands there too, and so does the output of child processes.
+    What native code prints while it crashes lands there too, and so does the output of child processes. While one of
+    these processes lives, the log is locked, so that no second launch starts in the run directory.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    share_lock(descriptor)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)

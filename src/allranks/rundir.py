@@ -8,14 +8,18 @@ import os
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TextIO
 
 from allranks.errors import UserError
 
 LAUNCH_LOCK = "launch.lock"
 STOP_REQUEST = "stop.request"
 LOGS_DIR = "logs"
+
+_TRIES = 5
+_PAUSE_S = 0.05
 
 
 def launch_log_dir(run_dir: Path, launch: int) -> Path:
@@ -71,11 +75,14 @@ def discard_stop_request(run_dir: Path) -> None:
 
 
 @contextmanager
-def launch_lock(run_dir: Path) -> Iterator[None]:
+def launch_lock(run_dir: Path) -> Iterator[str | None]:
     """Hold the run directory for the life of one launcher; the kernel frees it when the process dies.
 
+    Yields:
+        A word to say if the file system has no locks, so that nothing keeps a second launch away.
+
     Raises:
-        UserError: another launcher holds it, or it can't be written.
+        UserError: another launcher holds it, ranks of a killed launcher are still in it, or it can't be written.
     """
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -86,8 +93,9 @@ def launch_lock(run_dir: Path) -> Iterator[None]:
             f"the run directory {run_dir} can't be written: {error.strerror}\n    fix: give another output.dir"
         ) from error
     with file:
+        word = None
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _take(file)
         except BlockingIOError:
             file.seek(0)
             holder = file.read().strip() or "another process"
@@ -95,19 +103,49 @@ def launch_lock(run_dir: Path) -> Iterator[None]:
                 f"{run_dir}: in use by a live launch ({holder})\n"
                 "    fix: wait for it, stop it with Ctrl-C or kill -TERM, or give this run another --name"
             ) from None
+        except OSError as error:  # Lustre mounted without flock, for one
+            word = f"{run_dir} can't be locked ({error.strerror}): don't start this run twice at the same time"
+        if _ranks_alive(run_dir):
+            raise UserError(
+                f"{run_dir}: ranks of an earlier launch, whose launcher was killed, are still saving and leaving\n"
+                "    fix: wait a minute, or give this run another --name"
+            )
         file.truncate(0)
         file.write(f"pid {os.getpid()} on {socket.gethostname()}\n")
         file.flush()
-        yield
+        yield word
+
+
+def _take(file: TextIO) -> None:
+    # `is_held` of another process takes the lock for an instant.
+    for _ in range(_TRIES):
+        with suppress(BlockingIOError):
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        time.sleep(_PAUSE_S)
+    return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def is_held(run_dir: Path) -> bool:
-    """Whether a live launcher holds the run directory."""
+    """Whether a live launcher, or ranks whose launcher was killed, are in the run directory."""
+    return _locked(run_dir / LAUNCH_LOCK) or _ranks_alive(run_dir)
+
+
+def share_lock(descriptor: int) -> None:
+    """Mark an open log as in use for as long as this process, or a child that writes to it, lives."""
+    with suppress(OSError):  # a file system without locks
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+
+
+def _ranks_alive(run_dir: Path) -> bool:
+    return any(_locked(log) for log in launch_log_dir(run_dir, next_launch(run_dir) - 1).glob("rank*.log"))
+
+
+def _locked(path: Path) -> bool:
     try:
-        with (run_dir / LAUNCH_LOCK).open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
+    except OSError:  # it isn't there, or its file system has no locks
+        return False
     return False

@@ -16,7 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from allranks.errors import ExitCode
+from allranks.errors import ExitCode, UserError
+from allranks.rundir import is_held, launch_lock
 
 HERE = Path(__file__).resolve().parent
 FAR_S = 60.0
@@ -333,6 +334,20 @@ def test_ranks_do_not_outlive_a_killed_launcher(kind: str, run_dir: Path) -> Non
         started.process.kill()
         started.process.wait()
         until(lambda: not of_run(run_dir), "all ranks are gone", deadline_s=15)
+
+
+@pytest.mark.timeout(90)
+def test_ranks_of_a_killed_launcher_keep_a_second_launch_away(run_dir: Path) -> None:
+    with launch(run_dir, "stubborn", kind="single") as started:
+        started.wait_for("[rank 0] ready")
+        started.process.kill()
+        started.process.wait()
+        assert is_held(run_dir)
+        with pytest.raises(UserError, match="are still saving and leaving"), launch_lock(run_dir):
+            pass
+        until(lambda: not of_run(run_dir), "all ranks are gone", deadline_s=15)
+    with launch_lock(run_dir):
+        pass
 
 
 @pytest.mark.timeout(90)

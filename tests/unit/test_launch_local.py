@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import itertools
 import json
@@ -226,6 +227,17 @@ def test_a_run_directory_has_one_launcher(tmp_path: Path) -> None:
     assert not is_held(tmp_path)
     with launch_lock(tmp_path):
         assert is_held(tmp_path)
+
+
+def no_locks(*_: object) -> None:
+    raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+
+def test_a_file_system_without_locks_is_said_and_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fcntl.flock", no_locks)
+    with launch_lock(tmp_path) as word:
+        assert word == f"{tmp_path} can't be locked (No locks available): don't start this run twice at the same time"
+    assert not is_held(tmp_path)
 
 
 # --- stop signals ----------------------------------------------------------------------------------------------------

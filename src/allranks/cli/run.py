@@ -155,10 +155,11 @@ def start(plan: Plan, *, grace_s: float) -> Outcome:
     """
     run_dir = Path(plan.run_dir)
     console = Console(sys.stdout)
-    with launch_lock(run_dir):
+    with launch_lock(run_dir) as unlocked:
         launch = next_launch(run_dir)
         request = _request(plan, launch, live_line=console.is_terminal)
-        plan = replace(plan, notes=(*plan.notes, *request.notes))
+        notes = (*plan.notes, *request.notes, *((unlocked,) if unlocked else ()))
+        plan = replace(plan, notes=notes)
         try:
             replace_text(run_dir / PLAN_FILE, plan.to_json())
         except OSError as error:
