@@ -387,6 +387,19 @@ def test_a_reader_that_leaves_does_not_end_the_run(run_dir: Path) -> None:
 
 
 @pytest.mark.timeout(90)
+def test_a_terminal_that_closes_stops_the_run_in_order(run_dir: Path) -> None:
+    screen, terminal = pty.openpty()
+    with launch(run_dir, "heed", stdout=terminal) as started:
+        os.close(terminal)
+        until(lambda: (run_dir / "logs/launch-0001/rank1.log").exists(), "rank 1 runs")
+        os.close(screen)
+        started.process.send_signal(signal.SIGHUP)
+        assert started.wait() == ExitCode.INTERRUPTED
+    for rank in range(2):
+        assert "saving because of SIGHUP" in (run_dir / f"logs/launch-0001/rank{rank}.log").read_text()
+
+
+@pytest.mark.timeout(90)
 def test_a_terminal_sees_the_live_line_of_rank_0(run_dir: Path) -> None:
     screen, terminal = pty.openpty()
     shown = b""

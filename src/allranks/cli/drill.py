@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated, get_args
 
 import typer
@@ -11,6 +12,7 @@ from allranks.cli.run import DryRun, Gpus, Grace, Name, Order, ProfileName, plan
 from allranks.config.fields import nearest
 from allranks.errors import Problem, ProblemsError
 from allranks.launch.local import GRACE_S
+from allranks.launch.logs import Console
 from allranks.plan.plan import FaultKind, Injection, Phase
 from allranks.report.drill import drill_report
 
@@ -59,8 +61,9 @@ def drill(
         show(plan)
         return
     outcome = start(plan, grace_s=grace)
+    errors = Console(sys.stderr)
     for line in drill_report(plan):
-        typer.echo(line, err=True)
+        errors.line(line)
     raise typer.Exit(outcome.exit_code)
 
 

@@ -193,11 +193,12 @@ def _conclude(outcome: Outcome, run_dir: Path, console: Console) -> None:
     if outcome.exit_code is ExitCode.OK:
         console.line(f"allranks: finished; all about it: allranks show {_near(run_dir)}")
         return
+    errors = Console(sys.stderr)  # which may be gone, if it was a terminal that closed
     if outcome.log is not None and outcome.tail:
-        typer.echo(f"allranks: the last lines of {_near(outcome.log)}:", err=True)
+        errors.line(f"allranks: the last lines of {_near(outcome.log)}:")
         for line in outcome.tail:
-            typer.echo(f"    {line}", err=True)
-    typer.echo(f"allranks: exit code {int(outcome.exit_code)}: {outcome.message}", err=True)
+            errors.line(f"    {line}")
+    errors.line(f"allranks: exit code {int(outcome.exit_code)}: {outcome.message}")
 
 
 def _near(path: Path) -> str:

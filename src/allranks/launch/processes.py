@@ -8,7 +8,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import psutil
 
@@ -65,15 +65,13 @@ class Tree:
         return [process for process in found if not self._dead(process)]
 
     def _dead(self, process: psutil.Process) -> bool:
-        try:
+        with suppress(psutil.Error):
             if process.status() != psutil.STATUS_ZOMBIE:
                 return False
             if self._root is not None and process.pid == self._root.pid:
                 self._root.poll()
             elif process.ppid() == os.getpid():
                 process.wait(timeout=0)
-        except psutil.Error:
-            pass
         return True
 
     def signal_ranks(self, number: signal.Signals) -> None:
@@ -105,7 +103,5 @@ class Tree:
 
 def _send(number: signal.Signals, processes: list[psutil.Process]) -> None:
     for process in processes:
-        try:
+        with suppress(psutil.Error):
             process.send_signal(number)
-        except psutil.NoSuchProcess:
-            continue
