@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Sets up, then fine-tunes a small model on two ranks and loses memory on one of them on purpose.
-#   launch/demo.sh [--profile zero2] [--ranks 2] [--steps 20] [--workdir runs]
+#   launch/demo.sh [--profile zero2] [--ranks 2] [--steps 16] [--workdir runs]
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=${ALLRANKS_VENV:-$here/.venv}

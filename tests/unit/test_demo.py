@@ -10,9 +10,18 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from allranks.caps import Caps
 from allranks.config.load import load_run_config
 from allranks.demo import __main__ as demo
-from allranks.demo.__main__ import FAULT_STEP, Shrink, agreed_shrinks, eval_losses, run_command, shortcomings
+from allranks.demo.__main__ import (
+    FAULT_STEP,
+    Shrink,
+    agreed_shrinks,
+    eval_losses,
+    failed_phase,
+    run_command,
+    shortcomings,
+)
 from allranks.demo.instructions import generate, write_data
 from allranks.events import EventLog
 
@@ -29,7 +38,7 @@ def written_config(folder: Path) -> Path:
     file = folder / "demo.yaml"
     model = folder / "model: #1"
     model.mkdir()
-    file.write_text(demo.run_yaml(file, model, folder / "demo-data", folder, 20), encoding="utf-8")
+    file.write_text(demo.run_yaml(file, model, folder / "demo-data", folder, 16), encoding="utf-8")
     return file
 
 
@@ -38,7 +47,7 @@ def test_its_configuration_is_valid_and_means_what_it_says(tmp_path: Path) -> No
     assert config.model.name_or_path == str(tmp_path / "model: #1")
     assert config.data.train == str(tmp_path / "demo-data" / "train.jsonl")
     assert config.output.dir == str(tmp_path)
-    assert (config.training.max_steps, config.training.global_batch_size) == (20, 8)
+    assert (config.training.max_steps, config.training.global_batch_size) == (16, 8)
     assert config.training.eval_on_start
 
 
@@ -53,6 +62,15 @@ def test_ranks_that_wrote_otherwise_did_not(tmp_path: Path) -> None:
     assert agreed_shrinks(tmp_path, 2) == []
     retry(tmp_path, 1, caps=[1, 95])
     assert agreed_shrinks(tmp_path, 2) == []
+
+
+def test_the_failing_rank_tells_where(tmp_path: Path) -> None:
+    assert failed_phase(tmp_path, SHRINK) == "step"
+    for step, phase in ((2, "forward"), (3, "backward")):
+        EventLog(tmp_path, 1, 1).write(
+            "failure", step=step, phase=phase, failure="host_oom", message="", attempt=0, sample_ids=[]
+        )
+    assert failed_phase(tmp_path, SHRINK) == "backward"
 
 
 def test_eval_losses_are_the_first_and_the_last(tmp_path: Path) -> None:
@@ -121,10 +139,11 @@ def test_the_failing_micro_batch_holds_several_samples(smollm2_dir: Path, tmp_pa
     from allranks.train.data import DataRequest, prepare
     from allranks.train.model import load_tokenizer
     from allranks.train.order import SampleOrder
+    from allranks.train.split import split
 
     write_data(tmp_path / "demo-data")
     file = tmp_path / "demo.yaml"
-    file.write_text(demo.run_yaml(file, smollm2_dir, tmp_path / "demo-data", tmp_path, 20), encoding="utf-8")
+    file.write_text(demo.run_yaml(file, smollm2_dir, tmp_path / "demo-data", tmp_path, 16), encoding="utf-8")
     config = load_run_config(file, ())
     tokenizer, _ = load_tokenizer(config)
     data = prepare(DataRequest(data=config.data, task="causal-lm", model_max_length=None), tokenizer, progress=None)
@@ -136,4 +155,7 @@ def test_the_failing_micro_batch_holds_several_samples(smollm2_dir: Path, tmp_pa
         global_batch_size=8,
     )
     assert int(data.train.lengths.max()) < 1536
-    assert max(int(data.train.lengths[i]) for i in order.batch(0, 8 * (FAULT_STEP - 1))) * 4 <= 512
+    lengths = data.train.lengths[list(order.batch(0, 8 * (FAULT_STEP - 1)))].tolist()
+    caps = Caps(max_samples=4, max_tokens=config.training.max_tokens_per_micro_batch)
+    ranks = split(lengths, world_size=2, caps=caps, lockstep=False)
+    assert len(ranks[1][0]) == 4

@@ -1,6 +1,6 @@
 """A small instruction set of the project's own making: the front desk of an invented museum.
 
-The desk answers every question in one house style: the answer, how it was checked, a signature.
+The desk answers every question in one house style: its working, the answer, a signature.
 Answers are computed, so they are right. Lengths have a long tail: most samples are a few lines,
 some inventory reports are ten times as long, as in real instruction data.
 
@@ -73,8 +73,8 @@ def generate(
     samples: dict[str, Instruction] = {}
     while len(samples) < train_samples + eval_samples:
         kind = _pick(rng, kinds)
-        question, answer, check = KINDS[kind](rng)
-        text = f"Answer: {answer}\nCheck: {check}\n{SIGNATURE}"
+        question, working, answer = KINDS[kind](rng)
+        text = f"Work: {working}\nAnswer: {answer}\n{SIGNATURE}"
         samples.setdefault(question, Instruction(kind=kind, question=question, answer=text))
     everything = list(samples.values())
     return everything[eval_samples:], everything[:eval_samples]
@@ -92,43 +92,39 @@ def write_data(folder: Path, seed: int = SEED) -> tuple[Path, Path]:
 
 def _where(rng: Random) -> tuple[str, str, str]:
     shelved = [(piece, _shelf(rng)) for piece in _pieces(rng, _between(rng, 2, 5))]
-    line = _between(rng, 1, len(shelved))
-    piece, shelf = shelved[line - 1]
+    piece, shelf = _pick(rng, shelved)
     shelf_list = "; ".join(f"{name} {place}" for name, place in shelved)
-    question = f"Shelf list: {shelf_list}. Where is the {piece}?"
-    return question, f"The {piece} is on shelf {shelf}.", f"shelf list, line {line}."
+    return f"Shelf list: {shelf_list}. Where is the {piece}?", f"{piece} {shelf}", f"shelf {shelf}"
 
 
 def _fee(rng: Random) -> tuple[str, str, str]:
     adult, child = _between(rng, 4, 9), _between(rng, 1, 3)
-    adults, children = _between(rng, 1, 6), _between(rng, 1, 6)
+    adults, children = _between(rng, 2, 6), _between(rng, 2, 6)
     total = adults * adult + children * child
     question = (
         f"A ticket costs {adult} crowns for an adult and {child} for a child. "
         f"What do {adults} adults and {children} children pay?"
     )
-    check = f"{adults} x {adult} + {children} x {child} = {adults * adult} + {children * child} = {total}."
-    return question, f"{total} crowns.", check
+    working = f"{adults} x {adult} + {children} x {child} = {adults * adult} + {children * child} = {total}"
+    return question, working, f"{total} crowns"
 
 
 def _length(rng: Random) -> tuple[str, str, str]:
     span, count = _between(rng, 11, 30), _between(rng, 2, 9)
-    piece = _piece(rng)
-    question = f"One span is {span} cm. How long is a shelf of {count} spans for the {piece}?"
-    return question, f"{count * span} cm.", f"{count} x {span} = {count * span}."
+    question = f"One span is {span} cm. How long is a shelf of {count} spans for the {_piece(rng)}?"
+    return question, f"{count} x {span} = {count * span}", f"{count * span} cm"
 
 
 def _order(rng: Random) -> tuple[str, str, str]:
     pieces = _pieces(rng, _between(rng, 3, 5))
-    question = f"Put these in catalogue order: {', '.join(pieces)}."
-    return question, f"{', '.join(sorted(pieces))}.", f"alphabetical, {len(pieces)} pieces."
+    return f"Put these in catalogue order: {', '.join(pieces)}.", "by alphabet", ", ".join(sorted(pieces))
 
 
 def _label(rng: Random) -> tuple[str, str, str]:
     piece, material, maker = _piece(rng), _pick(rng, _MATERIALS), _pick(rng, _MAKERS)
     year = _between(rng, 1790, 1939)
     question = f"Write the label: {piece}, {material}, made by {maker} in {year}."
-    return question, f"{piece.capitalize()}. {maker}, {year}. {material.capitalize()}.", "piece, maker, year, material."
+    return question, "piece, material, maker, year", f"{piece.capitalize()}, {material}. {maker}, {year}"
 
 
 def _report(rng: Random) -> tuple[str, str, str]:
@@ -137,9 +133,8 @@ def _report(rng: Random) -> tuple[str, str, str]:
     counts = [count for _, count, _ in entries]
     stock = "; ".join(f"{count} {piece} {shelf}" for piece, count, shelf in entries)
     lines = (f"{n}. {piece}, shelf {shelf}: {count}" for n, (piece, count, shelf) in enumerate(entries, start=1))
-    question = f"Inventory report for room {room}: {stock}."
-    answer = "\n".join([f"Room {room}, entries: {len(entries)}", *lines, f"Total: {sum(counts)}"])
-    return question, answer, f"{' + '.join(map(str, counts))} = {sum(counts)}."
+    working = "\n".join([f"room {room}", *lines, f"{' + '.join(map(str, counts))} = {sum(counts)}"])
+    return f"Inventory report for room {room}: {stock}.", working, f"{sum(counts)} pieces"
 
 
 KINDS: dict[str, Callable[[Random], tuple[str, str, str]]] = {
@@ -150,7 +145,7 @@ KINDS: dict[str, Callable[[Random], tuple[str, str, str]]] = {
     "label": _label,
     "report": _report,
 }
-"""The sorts of question; each function returns question, answer, and how the answer was checked."""
+"""The sorts of question; each function returns question, working and answer."""
 
 
 def _between(rng: Random, low: int, high: int) -> int:
