@@ -207,7 +207,7 @@ def test_a_rank_that_cannot_start_is_explained(run_dir: Path, tmp_path: Path) ->
     (tmp_path / "rank_stand_in.py").write_text("import no_such_module_anywhere\n")
     with launch(run_dir, "finish", modules=tmp_path) as started:
         assert started.wait() == ExitCode.CRASH
-    assert "tail: ModuleNotFoundError: No module named 'no_such_module_anywhere'" in started.lines
+    assert started.lines[-2] == "tail: ModuleNotFoundError: No module named 'no_such_module_anywhere'"
     assert re.fullmatch(r"outcome: rank [01] failed with exit status 1", started.lines[-1])
 
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from allranks.errors import ExitCode, UserError
 from allranks.launch.local import _stop_signals
-from allranks.launch.logs import Console, LineSplitter, RankLogs, last_lines, rank_logs
+from allranks.launch.logs import Console, LineSplitter, RankLogs, last_lines
 from allranks.launch.outcome import Death, agreed, before_report, first_death, unexplained
 from allranks.rundir import (
     STOP_REQUEST,
@@ -329,7 +329,7 @@ def outcome(
     (tmp_path / "launcher.log").write_text(launcher_log)
     for rank, text in ranks.items():
         (tmp_path / f"{rank}.log").write_text(text)
-    made = unexplained(status, tmp_path / "launcher.log", rank_logs(tmp_path))
+    made = unexplained(status, tmp_path)
     return made.exit_code, made.message, made.log.name if made.log else None, list(made.tail)
 
 
@@ -386,6 +386,16 @@ def test_a_rank_that_never_got_its_log_is_explained_by_the_launchers(tmp_path: P
         "launcher.log",
         ["No module named allranks.train"],
     )
+
+
+def test_what_a_rank_said_before_it_had_its_log_is_its_own(tmp_path: Path) -> None:
+    for rank, error in ((0, "ImportError: mine"), (1, "ImportError: yours")):
+        early = tmp_path / "torchrun" / "none_x" / "attempt_0" / str(rank) / "stderr.log"
+        early.parent.mkdir(parents=True)
+        early.write_text(f"Traceback (most recent call last):\n{error}\n")
+    code, message, log, tail = outcome(tmp_path, 1, torchrun_report((1, 1, "16:24:05")))
+    assert (code, message, log) == (ExitCode.CRASH, "rank 1 failed with exit status 1", "stderr.log")
+    assert tail[-1] == "ImportError: yours"
 
 
 def test_accelerate_itself_may_fail(tmp_path: Path) -> None:

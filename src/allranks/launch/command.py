@@ -11,7 +11,10 @@ from allranks.environment import LAUNCH_NUMBER, LAUNCHER_FLAG, LIVE_LINE_FLAG
 from allranks.plan.plan import Plan
 from allranks.rundir import launch_log_dir
 
-_LAUNCHER_ONLY = (LAUNCHER_FLAG, LAUNCH_NUMBER, LIVE_LINE_FLAG)
+TORCHRUN_DIR = "torchrun"
+"""Below the log folder: what ranks say before they have their own logs."""
+
+_LAUNCHER_ONLY = (LAUNCHER_FLAG, LAUNCH_NUMBER, LIVE_LINE_FLAG, "PET_REDIRECTS")
 
 _OF_ANOTHER_LAUNCHER = (
     "RANK",
@@ -83,7 +86,7 @@ def build_launch(
         LAUNCHER_FLAG: "1",
         LAUNCH_NUMBER: str(launch_no),
         **({LIVE_LINE_FLAG: "1"} if live_line else {}),
-        **_rendezvous_env(plan, port),
+        **_torchrun_env(plan, port),
         "DS_ACCELERATOR": plan.device,
         "PYTHONUNBUFFERED": "1",
         **_unless_set(
@@ -127,18 +130,20 @@ def _torchrun_flags(log_dir: Path) -> tuple[str, ...]:
     # The rendezvous has its own port; 0 keeps accelerate from looking for the default one and warning that it is taken.
     return (
         *("--main_process_port", "0", "--rdzv_backend", "c10d", "--max_restarts", "0"),
-        *("--log_dir", str(log_dir / "torchrun")),
+        *("--log_dir", str(log_dir / TORCHRUN_DIR)),
     )
 
 
-def _rendezvous_env(plan: Plan, port: int) -> dict[str, str]:
+def _torchrun_env(plan: Plan, port: int) -> dict[str, str]:
     if _one_process(plan):
         return {}
     return {
-        # accelerate has no flags for these two. Without the first, c10d takes its default port on every machine;
-        # without the second, the ranks meet at the machine's full name, which need not resolve.
+        # accelerate has no flags for these three. Without the first, c10d takes its default port on every machine;
+        # without the second, the ranks meet at the machine's full name, which need not resolve; without the third,
+        # what several ranks say before they have their logs is torn into pieces of each other.
         "PET_RDZV_ENDPOINT": f"127.0.0.1:{port}",
         "PET_LOCAL_ADDR": "127.0.0.1",
+        "PET_REDIRECTS": "3",
         # The agent's own store would keep the keys of ranks that died.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }

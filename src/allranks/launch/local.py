@@ -19,7 +19,7 @@ from types import FrameType
 from allranks import environment
 from allranks.errors import ExitCode
 from allranks.launch.command import LaunchRequest
-from allranks.launch.logs import Console, RankLogs, rank_logs
+from allranks.launch.logs import LAUNCHER_LOG, Console, RankLogs
 from allranks.launch.outcome import Outcome, agreed, killed_on_request, unexplained
 from allranks.launch.processes import Tree, adopting_orphans, end_with_parent
 from allranks.rundir import discard_stop_request, request_stop
@@ -28,8 +28,6 @@ from allranks.verdict import discard_verdict, read_verdict
 
 GRACE_S = 120.0
 """Default time for the ranks to finish their step, save and leave."""
-
-LAUNCHER_LOG = "launcher.log"
 
 _POLL_S = 0.2
 _SAME_WISH_S = 0.5
@@ -190,4 +188,4 @@ def _outcome(run_dir: Path, request: LaunchRequest, status: int, killed: str | N
         return agreed(verdict)
     if killed is not None:
         return killed_on_request(killed)
-    return unexplained(status, request.log_dir / LAUNCHER_LOG, rank_logs(request.log_dir))
+    return unexplained(status, request.log_dir)

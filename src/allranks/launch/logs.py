@@ -9,6 +9,9 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import TextIO
 
+LAUNCHER_LOG = "launcher.log"
+"""What accelerate and torchrun say, and a single rank before it has its own log."""
+
 _LONGEST_LINE = 64 * 1024
 _CLEAR_LINE = "\r\x1b[K"
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from allranks.errors import ExitCode
-from allranks.launch.logs import last_lines
+from allranks.launch.command import TORCHRUN_DIR
+from allranks.launch.logs import LAUNCHER_LOG, last_lines, rank_logs
 from allranks.verdict import Verdict
 
 _TAIL_LINES = 12
@@ -116,14 +116,14 @@ def killed_on_request(reason: str) -> Outcome:
     )
 
 
-def unexplained(status: int, launcher_log: Path, rank_logs: Mapping[int, Path]) -> Outcome:
+def unexplained(status: int, log_dir: Path) -> Outcome:
     """The outcome of a launch that left no verdict.
 
     Args:
         status: exit status of accelerate; negative: the number of the signal that killed it.
-        launcher_log: what accelerate, torchrun and ranks that had no log yet wrote.
-        rank_logs: log file of each rank that has one.
+        log_dir: folder of the launch's logs.
     """
+    launcher_log = log_dir / LAUNCHER_LOG
     text = launcher_log.read_text(encoding="utf-8", errors="replace")
     if status < 0:
         name = Death(rank=0, status=status).by_signal
@@ -132,12 +132,19 @@ def unexplained(status: int, launcher_log: Path, rank_logs: Mapping[int, Path]) 
         )
     death = first_death(text)
     rank = 0 if death is None else death.rank
-    if rank in rank_logs:
-        log, tail = rank_logs[rank], last_lines(rank_logs[rank], _TAIL_LINES)
+    log = rank_logs(log_dir).get(rank) or _early_log(log_dir, rank)
+    if log is not None:
+        tail = last_lines(log, _TAIL_LINES)
     else:
         log, tail = launcher_log, before_report(text)[-_TAIL_LINES:]
-    exit_code, message = _cause(status, death, in_python=rank not in rank_logs or _has_traceback(rank_logs[rank]))
+    exit_code, message = _cause(status, death, in_python=log == launcher_log or _has_traceback(log))
     return Outcome(exit_code=exit_code, message=message, log=log, tail=tuple(tail))
+
+
+def _early_log(log_dir: Path, rank: int) -> Path | None:
+    """What a rank said before it had its own log, if it said anything."""
+    said = sorted((log_dir / TORCHRUN_DIR).glob(f"*/attempt_*/{rank}/stderr.log"))
+    return next((path for path in reversed(said) if path.stat().st_size), None)
 
 
 def _cause(status: int, death: Death | None, *, in_python: bool) -> tuple[ExitCode, str]:
