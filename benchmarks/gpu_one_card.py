@@ -1,10 +1,10 @@
-"""Two ranks share one GPU over gloo and one of them runs out of memory for real.
+"""Two ranks share one GPU over gloo, and the one with the long sample runs out of memory for real.
 
     python benchmarks/gpu_one_card.py --shape llama3-8b --out benchmarks/results
 
-For each profile a first run measures what each micro-step reserves; the next runs limit torch's allocator so that
-the micro-batch with the one long sample does not fit, once in forward and once in backward. `ddp` and `zero2` must
-go on, `zero3` and `fsdp` must stop on all ranks. The logits of a probe must be the same on every profile.
+One run per profile. When a long sample comes up, the rank that has it lowers torch's memory fraction
+(benchmarks/limited_worker.py): the first time forward can't finish, the second time backward. `single`, `ddp` and
+`zero2` must go on, `zero3` and `fsdp` must stop on all ranks. The logits of a probe must be the same on every profile.
 Writes one JSON file: versions, the command, and one entry per run.
 """
 
@@ -20,6 +20,7 @@ import statistics
 import subprocess
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +47,13 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 512,
     },
 }
-STEPS = 6
+STEPS = 8
 GLOBAL_BATCH = 8
-LONG_TOKENS = {"llama3-8b": 6000, "tiny": 400, "smollm2": 6000}
+LONG_TOKENS = 1400
+SHORT_TOKENS = (900, 1000)
+TIMEOUT_S = 300
+CHARS_PER_TOKEN = {"llama3-8b": 1, "tiny": 1, "smollm2": 2}
+"""The random models have a tokenizer of bytes; SmolLM2's makes about half as many tokens of random letters."""
 
 
 def make_model(shape: str, folder: Path) -> None:
@@ -74,12 +79,12 @@ def make_model(shape: str, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def make_set(path: Path, long_tokens: int, chars_per_token: int) -> None:
-    """One long sample among short ones; `STEPS` global batches in all."""
+def make_set(path: Path, chars_per_token: int) -> None:
+    """`STEPS` global batches of samples of nearly one length, and four long ones among them."""
     rng = random.Random(0)
     with path.open("w", encoding="utf-8") as file:
         for number in range(STEPS * GLOBAL_BATCH):
-            tokens = long_tokens if number == 20 else rng.randint(150, 400)
+            tokens = LONG_TOKENS + 100 if number % 16 == 5 else rng.randint(*SHORT_TOKENS)
             text = "".join(rng.choice("abcdefgh ") for _ in range(tokens * chars_per_token))
             file.write(json.dumps({"prompt": "Say it: ", "completion": text}) + "\n")
 
@@ -87,30 +92,30 @@ def make_set(path: Path, long_tokens: int, chars_per_token: int) -> None:
 class Bench:
     """Starts runs and keeps what they measured."""
 
-    def __init__(self, model: Path, work: Path, max_length: int) -> None:
-        self.model, self.work, self.max_length = model, work, max_length
+    def __init__(self, model: Path, work: Path, long_tokens: int) -> None:
+        self.model, self.work, self.long_tokens = model, work, long_tokens
         self.runs: list[dict[str, Any]] = []
 
-    def run(self, name: str, profile: str, *, ranks: int = 2, **wanted: Any) -> tuple[Path, int]:
-        shutil.rmtree(self.work / "runs" / name, ignore_errors=True)
+    def run(self, profile: str) -> None:
+        """One run: a forward and a backward that do not fit, each on the rank that has the long sample."""
+        ranks = 1 if profile == "single" else 2
         config = {
             "model": {"name_or_path": str(self.model)},
             "lora": {"r": 16},
-            "data": {
-                "train": str(self.work / "train.jsonl"),
-                "max_length": self.max_length,
-                "max_length_cap": self.max_length,
-            },
-            "training": {
-                "global_batch_size": GLOBAL_BATCH,
-                "per_device_train_batch_size": 4,
-                "gradient_checkpointing": True,
-            },
+            "data": {"train": str(self.work / "train.jsonl"), "max_length": self.long_tokens},
+            "training": {"global_batch_size": GLOBAL_BATCH, "per_device_train_batch_size": 4},
             "oom": {"stop_timeout_s": 30},
-            "output": {"dir": str(self.work / "runs"), "name": name, "save_steps": None},
+            "output": {"dir": str(self.work / "runs"), "name": profile, "save_steps": None},
         }
-        file = self.work / f"{name}.yaml"
+        shutil.rmtree(self.work / "runs" / profile, ignore_errors=True)
+        file = self.work / f"{profile}.yaml"
         file.write_text(yaml.safe_dump(config), encoding="utf-8")
+        wanted = {
+            "squeeze": ["forward", "backward"],
+            "wide_tokens": int(0.9 * self.long_tokens),
+            "moments": str(self.work / f"{profile}.moments"),
+            "logits": str(self.work / f"{profile}.logits"),
+        }
         argv = [sys.executable, "-m", "accelerate.commands.launch"]
         argv += ["--config_file", str(ROOT / f"profiles/{profile}.yaml"), "--num_processes", str(ranks)]
         argv += [
@@ -119,72 +124,57 @@ class Bench:
             str(Path(__file__).with_name("limited_worker.py")),
             str(file),
         ]
-        paths = {key: str(self.work / f"{name}.{key}") for key in ("failures",)}
         began = time.time()
-        with (self.work / f"{name}.log").open("w", encoding="utf-8") as log:
+        with (self.work / f"{profile}.log").open("w", encoding="utf-8") as log:
             status = subprocess.run(
                 argv,
-                env={**os.environ, "ALLRANKS_BENCH": json.dumps({**paths, **wanted})},
+                env={**os.environ, "ALLRANKS_BENCH": json.dumps(wanted)},
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                timeout=400,
+                timeout=TIMEOUT_S,
                 check=False,
             ).returncode
-        print(f"{name}: exit {status} after {time.time() - began:.0f} s", flush=True)
-        return self.work / "runs" / name, status
+        entry = {"profile": profile, "ranks": ranks, "exit": status, "seconds": round(time.time() - began, 1)}
+        self.runs.append(entry)
+        entry |= self._measured(self.work / "runs" / profile, range(ranks), Path(wanted["moments"]))
+        print(json.dumps(entry), flush=True)
 
-    def limits(self, profile: str) -> dict[str, int]:
-        """Allocator limits under which only the long micro-batch fails, by the phase in which it does."""
-        peaks = self.work / f"{profile}.peaks"
-        _, status = self.run(f"{profile}-free", profile, peaks=str(peaks), logits=str(self.work / f"{profile}.logits"))
-        assert status == 0, f"see {profile}-free.log"
-        steps = [json.loads(line) for rank in (0, 1) for line in open(f"{peaks}.rank{rank}", encoding="utf-8")]
-        long = max(steps, key=lambda s: s["backward_bytes"])
-        others = max(s["backward_bytes"] for s in steps if s["shape"][1] < long["shape"][1])
-        self.runs.append({"run": f"{profile}-free", "long": long, "others_peak_bytes": others})
+    def _measured(self, run_dir: Path, ranks: range, moments: Path) -> dict[str, Any]:
+        """Where each failure was, and the time to the retry, to the finished step, or to the stop of all ranks."""
+        events = [event for rank in ranks for event in _events(run_dir, rank)]
+        noted = [
+            json.loads(line)
+            for rank in ranks
+            if (file := moments.with_name(f"{moments.name}.rank{rank}")).exists()
+            for line in file.read_text(encoding="utf-8").splitlines()
+        ]
+        ooms = sorted(note["time"] for note in noted if "OutOfMemoryError" in note.get("error", ""))
+        commits = {e["step"]: e["time"] for e in events if e["kind"] == "step"}
+        cases = []
+        for failure in (event for event in events if event["kind"] == "failure"):
+            case = {key: failure[key] for key in ("rank", "step", "phase", "failure", "attempt")}
+            case["samples"] = len(failure["sample_ids"])
+            at = max((moment for moment in ooms if moment <= failure["time"]), default=failure["time"])
+            retries = [e["time"] for e in events if e["kind"] == "retry" and e["time"] >= at]
+            stops = [e["time"] for e in events if e["kind"] == "stop" and e["time"] >= at]
+            if retries and failure["step"] in commits:
+                case["seconds_from_oom_to_retry"] = round(min(retries) - at, 3)
+                case["seconds_from_oom_to_finished_step"] = round(commits[failure["step"]] - at, 3)
+            elif stops:
+                case["seconds_from_oom_to_stop_of_all_ranks"] = round(max(stops) - at, 3)
+            cases.append(case)
+        steps = [e for e in events if e["kind"] == "step" and e["rank"] == 0]
+        disturbed = {case["step"] for case in cases}
+        calm = [e["seconds"] for e in steps if e["step"] not in disturbed and e["step"] > 1]
+        logs = [e for e in events if e["kind"] == "log"]
         return {
-            "forward": (others + long["forward_bytes"]) // 2,
-            "backward": (long["forward_bytes"] + long["backward_bytes"]) // 2,
-        }
-
-    def fail(self, profile: str, phase: str, limit_bytes: int) -> None:
-        name = f"{profile}-{phase}"
-        run_dir, status = self.run(name, profile, limit_bytes=limit_bytes)
-        failures = [event for rank in (0, 1) for event in _events(run_dir, rank) if event["kind"] == "failure"]
-        entry: dict[str, Any] = {
-            "run": name,
-            "limit_bytes": limit_bytes,
-            "exit": status,
-            "failures": [{k: f[k] for k in ("rank", "step", "phase", "failure", "attempt")} for f in failures],
+            "squeezed": [{k: note[k] for k in ("squeezed", "limit_bytes")} for note in noted if "squeezed" in note],
+            "failures": cases,
+            "caps_by_step": [e["caps"] for e in steps],
+            "median_seconds_of_undisturbed_steps": round(statistics.median(calm), 3) if calm else None,
+            "peak_bytes_by_rank": logs[-1]["peak_bytes"] if logs else None,
             "verdict": json.loads((run_dir / "verdict.json").read_text(encoding="utf-8")),
         }
-        moments = sorted(
-            json.loads(line)["time"] for file in self.work.glob(f"{name}.failures.rank*") for line in file.open()
-        )
-        if status == 0:
-            entry |= _recovery(run_dir, moments, failures)
-        else:
-            stops = [event["time"] for rank in (0, 1) for event in _events(run_dir, rank) if event["kind"] == "stop"]
-            entry["seconds_from_oom_to_last_rank_leaving"] = max(stops) - moments[0]
-        print(json.dumps(entry), flush=True)
-        self.runs.append(entry)
-
-
-def _recovery(run_dir: Path, moments: list[float], failures: list[dict[str, Any]]) -> dict[str, Any]:
-    """From the last OOM of the step to its commit, beside what the step took by itself."""
-    step = failures[-1]["step"]
-    retries = [e for rank in (0, 1) for e in _events(run_dir, rank) if e["kind"] == "retry" and e["step"] == step]
-    commits = [e for rank in (0, 1) for e in _events(run_dir, rank) if e["kind"] == "step" and e["step"] == step]
-    steady = [e["seconds"] for e in _events(run_dir, 0) if e["kind"] == "step" and e["step"] > step]
-    last_retry = max(retry["time"] for retry in retries)
-    return {
-        "retries": max(retry["attempt"] for retry in retries),
-        "caps_after": commits[0]["caps"],
-        "seconds_from_oom_to_retry": last_retry - max(m for m in moments if m <= last_retry),
-        "seconds_from_first_oom_to_finished_step": max(c["time"] for c in commits) - moments[0],
-        "seconds_of_the_retried_step_itself": max(c["time"] for c in commits) - last_retry,
-        "median_seconds_of_later_steps": statistics.median(steady) if steady else None,
-    }
 
 
 def _events(run_dir: Path, rank: int) -> list[dict[str, Any]]:
@@ -198,12 +188,12 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def compare_logits(work: Path, profiles: list[str]) -> dict[str, float]:
-    """Largest difference of the probe's logits from `ddp`'s, and the standard deviation of those."""
+def compare_logits(work: Path) -> dict[str, float]:
+    """Largest difference of each profile's probe logits from `ddp`'s, and the standard deviation of those."""
     from safetensors.torch import load_file
 
-    expected = load_file(work / "ddp.logits")["logits"]
-    found = {name: load_file(work / f"{name}.logits")["logits"] for name in profiles}
+    found = {file.stem: load_file(file)["logits"] for file in sorted(work.glob("*.logits"))}
+    expected = found["ddp"]
     return {"std": float(expected.std()), **{n: float((t - expected).abs().max()) for n, t in found.items()}}
 
 
@@ -211,8 +201,8 @@ def main() -> None:
     """Run all cases of one model."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=[*SHAPES, "smollm2"], required=True)
-    parser.add_argument("--model", type=Path, help="folder of SmolLM2, for --shape smollm2")
-    parser.add_argument("--profiles", default="single,ddp,zero2,zero3,fsdp")
+    parser.add_argument("--model", type=Path, help="folder of the model; default: made with random weights")
+    parser.add_argument("--profiles", default="ddp,zero2,zero3,fsdp")
     parser.add_argument("--work", type=Path, default=Path("/tmp/allranks-bench"))
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
@@ -221,34 +211,26 @@ def main() -> None:
     model = arguments.model or arguments.work / f"model-{arguments.shape}"
     if not (model / "config.json").exists():
         make_model(arguments.shape, model)
-    long_tokens = LONG_TOKENS[arguments.shape]
-    make_set(work / "train.jsonl", long_tokens, chars_per_token=2 if arguments.shape == "smollm2" else 1)
-    bench = Bench(model, work, max_length=long_tokens)
-    profiles = arguments.profiles.split(",")
+    make_set(work / "train.jsonl", chars_per_token=CHARS_PER_TOKEN[arguments.shape])
+    bench = Bench(model, work, LONG_TOKENS)
     from allranks.train.versions import versions
 
-    result: dict[str, Any] = {
-        "command": "python " + " ".join(sys.argv),
-        "versions": versions(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "runs": bench.runs,
-    }
     arguments.out.mkdir(parents=True, exist_ok=True)
-    target = arguments.out / f"one-card-{arguments.shape}-{'-'.join(profiles)}.json"
-    try:
-        for profile in profiles:
-            if profile == "single":
-                _, status = bench.run("single", "single", ranks=1)
-                bench.runs.append({"run": "single", "exit": status})
-                continue
-            limits = bench.limits(profile)
-            for phase in ("forward", "backward"):
-                bench.fail(profile, phase, limits[phase])
-        result["largest_logit_difference_from_ddp"] = compare_logits(work, [p for p in profiles if p != "single"])
-    finally:
+    target = arguments.out / f"one-card-{arguments.shape}.json"
+    for profile in arguments.profiles.split(","):
+        try:
+            bench.run(profile)
+        except Exception:
+            traceback.print_exc()
+            bench.runs.append({"profile": profile, "broken": traceback.format_exc()})
+        result = {
+            "command": "python " + " ".join(sys.argv),
+            "versions": versions(),
+            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+            "runs": bench.runs,
+            "largest_logit_difference_from_ddp": compare_logits(work) if (work / "ddp.logits").exists() else None,
+        }
         target.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        for log in work.glob("*.log"):
-            shutil.copy(log, arguments.out / f"{arguments.shape}-{log.name}.txt")
     print(json.dumps(result["largest_logit_difference_from_ddp"]))
 
 

@@ -1,10 +1,13 @@
-"""The real worker on a card made smaller, with a stopwatch: for benchmarks/gpu_one_card.py.
+"""The real worker on a card that becomes too small, with a stopwatch: for benchmarks/gpu_one_card.py.
 
 The environment variable ALLRANKS_BENCH holds a JSON object:
-  limit_bytes: torch's allocator may take no more than this (set after loading; context and NCCL lie outside it).
-  peaks: path; each rank appends what each micro-step reserved at most, in forward and until the end of backward.
+  squeeze: list of phases, ``forward`` or ``backward``. Each time a micro-batch with a long sample comes up, the
+    rank that has it lowers torch's memory fraction so far that the next phase of the list can't finish with it: to
+    three quarters of what forward needs, or to a little above what is allocated when backward begins. What each
+    phase needs per token is measured in the micro-steps before. The limit stays.
+  wide_tokens: a micro-batch at least this wide has a long sample.
   logits: path; rank 0 writes the logits of a fixed probe before the first step.
-  failures: path; each rank appends the moment at which an exception left its part of an attempt.
+  moments: path; each rank appends the moment at which an exception left its part of an attempt.
 """
 
 from __future__ import annotations
@@ -13,89 +16,104 @@ import json
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
 
 
 def _append(path: str, **fields: Any) -> None:
-    with open(f"{path}.rank{os.environ.get('RANK', '0')}", "a", encoding="utf-8") as file:
+    with Path(f"{path}.rank{os.environ.get('RANK', '0')}").open("a", encoding="utf-8") as file:
         file.write(json.dumps(fields) + "\n")
 
 
-def _watch_peaks(path: str) -> None:
-    from allranks.train import step
+class Squeeze:
+    """Wraps the worker's micro-step on one rank."""
 
-    plain = step._micro_step
+    def __init__(self, wanted: dict[str, Any], plain: Any) -> None:
+        self.phases: list[str] = list(wanted["squeeze"])
+        self.wide_tokens: int = wanted["wide_tokens"]
+        self.moments: str = wanted["moments"]
+        self.plain = plain
+        self.forward_bytes_per_token = 0.0
+        self.backward_bytes_per_token = 0.0
 
-    def watched(ctx: Any, job: Any, batch: Any, weights: Any, at: Any) -> Any:
+    def __call__(self, ctx: Any, job: Any, batch: Any, weights: Any, at: Any) -> Any:
+        samples, width = batch["input_ids"].shape
+        tokens = samples * width
+        wide = width >= self.wide_tokens and samples > 1 and at.key.attempt == 0
+        # Only after a step has shown what a token needs; all ranks count the phases in the same steps.
+        phase = self.phases.pop(0) if wide and self.phases and self.forward_bytes_per_token else None
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-        forward_bytes = []
+        before = torch.cuda.memory_allocated()
+        if phase == "forward":
+            self.limit(ctx, phase, torch.cuda.memory_reserved() + 0.75 * self.forward_bytes_per_token * tokens)
         backward = job.strategy.backward
+        entered: list[int] = []
 
-        def noted(loss: Any) -> None:
-            forward_bytes.append(torch.cuda.max_memory_reserved())
+        def watched(loss: Any) -> None:
+            entered.append(torch.cuda.memory_allocated())
+            need = (torch.cuda.max_memory_allocated() - before) / tokens
+            self.forward_bytes_per_token = max(self.forward_bytes_per_token, need)
+            torch.cuda.reset_peak_memory_stats()
+            if phase == "backward":
+                torch.cuda.empty_cache()
+                slack = 0.15 * self.backward_bytes_per_token * tokens
+                self.limit(ctx, phase, torch.cuda.memory_reserved() + slack)
             backward(loss)
 
-        job.strategy.backward = noted
+        job.strategy.backward = watched
         try:
-            return plain(ctx, job, batch, weights, at)
+            loss = self.plain(ctx, job, batch, weights, at)
         finally:
             del job.strategy.backward
-            shape = list(batch["input_ids"].shape)
-            peak = torch.cuda.max_memory_reserved()
-            _append(path, step=at.key.step, shape=shape, forward_bytes=forward_bytes[0], backward_bytes=peak)
+        need = (torch.cuda.max_memory_allocated() - entered[0]) / tokens
+        self.backward_bytes_per_token = max(self.backward_bytes_per_token, need)
+        return loss
 
-    step._micro_step = watched
+    def limit(self, ctx: Any, phase: str, limit_bytes: float) -> None:
+        """From now on torch's allocator may take no more than this."""
+        total = torch.cuda.get_device_properties(ctx.rank.device).total_memory
+        torch.cuda.set_per_process_memory_fraction(limit_bytes / total, ctx.rank.device)
+        _append(self.moments, squeezed=phase, limit_bytes=int(limit_bytes), time=time.time())
 
 
-def _before_training(wanted: dict[str, Any]) -> None:
+def _write_logits(path: str) -> None:
+    from safetensors.torch import save_file
+
     from allranks.train import main as worker_main
 
     plain = worker_main.train
 
     def watched(ctx: Any, job: Any) -> None:
-        if "logits" in wanted:
-            from safetensors.torch import save_file
-
-            ids = torch.arange(64, device=ctx.rank.device)[None] % 200
-            job.strategy.train_mode(False)
-            with torch.no_grad():
-                logits = job.strategy.forward({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
-            if ctx.is_main:
-                save_file({"logits": logits.float().cpu().contiguous()}, wanted["logits"])
-        if wanted.get("limit_bytes") is not None:
-            torch.cuda.empty_cache()
-            total = torch.cuda.get_device_properties(ctx.rank.device).total_memory
-            torch.cuda.set_per_process_memory_fraction(wanted["limit_bytes"] / total, ctx.rank.device)
+        ids = torch.arange(64, device=ctx.rank.device)[None] % 200
+        job.strategy.train_mode(False)
+        with torch.no_grad():
+            logits = job.strategy.forward({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+        if ctx.is_main:
+            save_file({"logits": logits.float().cpu().contiguous()}, path)
         plain(ctx, job)
 
     worker_main.train = watched
 
 
-def _watch_failures(path: str) -> None:
-    from allranks.train import together
+def main() -> int:
+    """Run one rank."""
+    from allranks.train import step, together
+    from allranks.train.__main__ import main as worker
 
+    wanted = json.loads(os.environ["ALLRANKS_BENCH"])
+    step._micro_step = Squeeze(wanted, step._micro_step)
     plain = together.print_traceback
 
     def noted(error: BaseException) -> None:
-        _append(path, time=time.time(), error=str(error).splitlines()[0][:200])
+        _append(wanted["moments"], time=time.time(), error=f"{type(error).__name__}: {error}"[:200])
         plain(error)
 
     together.print_traceback = noted
-
-
-def main() -> int:
-    """Run one rank."""
-    wanted = json.loads(os.environ["ALLRANKS_BENCH"])
-    if "peaks" in wanted:
-        _watch_peaks(wanted["peaks"])
-    if "failures" in wanted:
-        _watch_failures(wanted["failures"])
-    _before_training(wanted)
-    from allranks.train.__main__ import main as worker
-
+    if "logits" in wanted:
+        _write_logits(wanted["logits"])
     return worker(sys.argv[1:])
 
 

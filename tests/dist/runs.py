@@ -145,7 +145,7 @@ def command(
     ]
     argv += [] if profile == "single" else ["--gpus", str(ranks)]
     argv += [word for fault in inject for word in ("--inject", fault)]
-    return [*argv, *more], Path(config["output"]["dir"]) / name
+    return [*argv, *more], Path(config["output"]["dir"]) / (f"{name}-drill" if inject else name)
 
 
 def launch(

@@ -84,7 +84,7 @@ def test_at_one_sample_all_ranks_stop_with_one_message(tiny_llama_dir: Path, fol
     assert run.verdict["step"] == 1
     assert "micro-batch of 1 sample" in run.verdict["message"]
     assert "data.max_length" in run.verdict["message"]
-    assert [event["caps"][0] for event in run.events("retry")] == [2, 1]
+    assert len(run.events("retry")) == 2
 
 
 @pytest.mark.parametrize("profile", ["zero3", "fsdp"])

@@ -360,4 +360,5 @@ def test_under_a_memory_fraction_the_free_bytes_are_those_of_the_fraction() -> N
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert isinstance(outcome, Failed)
     assert outcome.classification.bytes_free is not None
-    assert outcome.classification.bytes_free <= allowed
+    # torch writes its figures with two decimals.
+    assert outcome.classification.bytes_free <= allowed * 1.01

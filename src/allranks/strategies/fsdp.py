@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from allranks.strategies.base import NamedTensors, OptimizerState
 from allranks.strategies.optim import allocate_state
@@ -117,20 +117,36 @@ class Fsdp:
 
 def _local(tensor: torch.Tensor | None) -> torch.Tensor:
     assert isinstance(tensor, DTensor)
-    return tensor.to_local()
+    local: torch.Tensor = tensor.to_local()
+    return local
 
 
 def _whole(tensor: torch.Tensor | None) -> torch.Tensor:
-    """The full tensor on the CPU (collective if it is sharded)."""
+    """The full tensor on the CPU (collective if it is sharded).
+
+    By one plain all-gather: `DTensor.full_tensor` goes through functional collectives, which crash on CUDA tensors
+    over gloo (seen with torch 2.11, two ranks on one GPU).
+    """
     assert tensor is not None
-    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return full.detach().to("cpu", copy=True)
+    if not isinstance(tensor, DTensor):
+        return tensor.detach().to("cpu", copy=True)
+    world_size = tensor.device_mesh.size()
+    rows = -(-tensor.shape[0] // world_size)
+    shard = _local(tensor).detach()
+    padded = shard.new_zeros(rows, *tensor.shape[1:])
+    padded[: shard.shape[0]] = shard
+    gathered = shard.new_empty(rows * world_size, *tensor.shape[1:])
+    dist.all_gather_into_tensor(gathered, padded)
+    whole: torch.Tensor = gathered[: tensor.shape[0]].cpu()
+    return whole
 
 
 def _fill(target: torch.Tensor, full: torch.Tensor) -> None:
     """Copy this rank's shard of `full` into `target`, in place."""
-    if isinstance(target, DTensor):
-        source = distribute_tensor(full.to(target.device), target.device_mesh, target.placements)
-        target.to_local().copy_(source.to_local())
-    else:
+    if not isinstance(target, DTensor):
         target.copy_(full)
+        return
+    shard = _local(target)
+    rows = -(-target.shape[0] // target.device_mesh.size())
+    first = rows * target.device_mesh.get_rank()
+    shard.copy_(full[first : first + shard.shape[0]])

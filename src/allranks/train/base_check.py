@@ -56,14 +56,8 @@ def require_equal_on_all_ranks(control: ControlPlane, model: torch.nn.Module) ->
         )
 
 
-def require_intact_in_forward(
-    control: ControlPlane, strategy: Strategy, model: Any, before: dict[str, int], device: torch.device
-) -> None:
-    """Run one short forward pass and compare the 4-bit weights that the layers really see (collective).
-
-    Raises:
-        StopTraining: the profile changes them on some rank.
-    """
+def weights_seen_in_forward(strategy: Strategy, model: Any, device: torch.device) -> dict[str, int]:
+    """Checksum of each 4-bit weight that its layer really sees in one short forward pass (collective)."""
     seen: dict[str, int] = {}
     hooks = [
         module.register_forward_pre_hook(
@@ -74,17 +68,28 @@ def require_intact_in_forward(
     ]
     ids = torch.zeros(1, _PROBE_TOKENS, dtype=torch.long, device=device)
     strategy.train_mode(False)
-    with torch.no_grad():
-        strategy.forward({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
-    for hook in hooks:
-        hook.remove()
-    changed = sorted(name for name, value in seen.items() if before[name] != value)
-    rows = control.exchange([float(len(changed)), float(len(seen))])
-    if any(row[0] for row in rows) or any(row[1] != len(before) for row in rows):
+    try:
+        with torch.no_grad():
+            strategy.forward({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return seen
+
+
+def require_intact(control: ControlPlane, before: dict[str, int], seen: dict[str, int]) -> None:
+    """Compare what forward saw with what was loaded, on all ranks.
+
+    Raises:
+        StopTraining: the profile changes 4-bit weights on some rank.
+    """
+    changed = sorted(name for name, value in before.items() if seen.get(name) != value)
+    by_rank = [int(row[0]) for row in control.exchange([float(len(changed))])]
+    if any(by_rank):
         example = f", {changed[0]} for one" if changed else ""
         raise StopTraining(
             "failure",
-            f"4-bit weights differ in forward (changed and seen by rank: {rows}; {len(before)} loaded{example})\n"
-            "    fix: set quantization.bnb_4bit_quant_storage: auto, or use another profile",
+            f"of {len(before)} 4-bit weights, {by_rank} by rank are other bytes in the forward pass than were loaded"
+            f"{example}\n    fix: set quantization.bnb_4bit_quant_storage: auto, or use another profile",
             ExitCode.CRASH,
         )

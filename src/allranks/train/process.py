@@ -38,9 +38,9 @@ class Rank:
 
     @property
     def device(self) -> torch.device:
-        """Where this rank computes."""
+        """Where this rank computes; a GPU with its index."""
         device: torch.device = self.accelerator.device
-        return device
+        return torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device
 
 
 def configured_profile() -> dict[str, Any]:
@@ -115,6 +115,9 @@ def join(profile: ProfileKind, precision: str) -> Rank:
     handlers: list[Any] = [DistributedDataParallelKwargs(broadcast_buffers=False)]
     if place.world_size > 1:
         shared = cuda and place.local_world_size > torch.cuda.device_count()
+        if shared:
+            # Accelerate and DeepSpeed take the card of this number, and the second rank has none of its own.
+            environment.put("LOCAL_RANK", str(place.local_rank % torch.cuda.device_count()))
         handlers.append(
             InitProcessGroupKwargs(
                 backend="gloo" if shared or not cuda else "nccl", timeout=timedelta(seconds=DATA_PLANE_TIMEOUT_S)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 
 _CHATTY = (
     "bitsandbytes.backends.cpu.ops",  # an optional kernel for inference on CPUs is not installed
@@ -18,3 +19,5 @@ def quiet() -> None:
     transformers_logging.disable_progress_bar()
     for name in _CHATTY:
         logging.getLogger(name).setLevel(logging.ERROR)
+    # Old and new names of the same methods: both must work over the range of transformers that is supported.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")

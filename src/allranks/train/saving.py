@@ -29,7 +29,7 @@ def save(ctx: Context, job: Job) -> None:
         at.phase = "write"
         if not ctx.is_main:
             return None
-        return job.store.write(train_state(ctx, job), adapter, optimizer, job.peft_config)
+        return job.store.write(train_state(ctx, job), adapter, optimizer, job.peft_config, tied=job.tied)
 
     def publish(at: Attempt) -> None:
         at.phase = "publish"

@@ -9,12 +9,17 @@ from typing import Any
 from allranks.caps import Caps
 from allranks.config.schema import RunConfig
 from allranks.coordinator.policy import PolicyState
-from allranks.errors import Problem, ProblemsError
+from allranks.errors import Problem, ProblemsError, UserError
 from allranks.plan.plan import Plan
 from allranks.strategies.base import Strategy
 from allranks.strategies.optim import EIGHT_BIT, build_optimizer
 from allranks.train.adapter_files import tied_names
-from allranks.train.base_check import packed_weights, require_equal_on_all_ranks, require_intact_in_forward
+from allranks.train.base_check import (
+    packed_weights,
+    require_equal_on_all_ranks,
+    require_intact,
+    weights_seen_in_forward,
+)
 from allranks.train.checkpoint import CheckpointRef, CheckpointStore, check_optimizer, check_tensors
 from allranks.train.context import Context
 from allranks.train.data import DataRequest, PreparedData, prepare
@@ -47,7 +52,8 @@ def set_up(ctx: Context) -> Job:
         StopTraining: all ranks agreed to stop: a fault in what the user gave, or out of memory while loading.
     """
     config = ctx.plan.config
-    ref = _checkpoint_to_resume(ctx)
+    store = CheckpointStore(ctx.run_dir, config.output.save_total_limit)
+    ref = _checkpoint_to_resume(ctx, store)
     tokenizer, data = _load_data(ctx)
     parts = _load_model(ctx, tokenizer, data)
     before = packed_weights(parts.model)
@@ -55,7 +61,14 @@ def set_up(ctx: Context) -> Job:
     require_equal_on_all_ranks(ctx.control, parts.model)
     strategy = _spread(ctx, parts)
     ctx.lockstep = strategy.lockstep
-    require_intact_in_forward(ctx.control, strategy, parts.model, before, ctx.rank.device)
+    seen, _ = together(
+        ctx,
+        "load",
+        0,
+        lambda _: weights_seen_in_forward(strategy, parts.model, ctx.rank.device),
+        collective=strategy.lockstep and ctx.world_size > 1,
+    )
+    require_intact(ctx.control, before, seen)
     order = SampleOrder(
         n_samples=len(data.train),
         lengths=data.train.lengths,
@@ -76,7 +89,7 @@ def set_up(ctx: Context) -> Job:
         cost=Cost(a=1.0, b=1.0 / (6 * parts.model.config.hidden_size)),
         total_steps=0,
         scale=LossScale(ctx.rank.precision),
-        store=CheckpointStore(ctx.run_dir, config.output.save_total_limit),
+        store=store,
         position=Position(),
     )
     if ref is not None:
@@ -85,9 +98,8 @@ def set_up(ctx: Context) -> Job:
     return job
 
 
-def _checkpoint_to_resume(ctx: Context) -> CheckpointRef | None:
+def _checkpoint_to_resume(ctx: Context, store: CheckpointStore) -> CheckpointRef | None:
     """What rank 0 found, the same on all ranks, after its configuration was compared; None to start at step 0."""
-    store = CheckpointStore(ctx.run_dir, ctx.plan.config.output.save_total_limit)
 
     def look(_: Attempt) -> CheckpointRef | None:
         if not ctx.is_main:
@@ -97,9 +109,9 @@ def _checkpoint_to_resume(ctx: Context) -> CheckpointRef | None:
             if aside is not None:
                 ctx.note(f"starting anew as asked; the earlier checkpoints are in {aside.name}")
             return None
+        ref = store.latest()
         for word in store.prune():
             ctx.note(word)
-        ref = store.latest()
         if ref is None:
             if ctx.plan.resume == "must":
                 raise ProblemsError("--resume must", [_nothing_to_resume(store)])
@@ -232,6 +244,9 @@ def _resume(ctx: Context, job: Job, ref: CheckpointRef) -> None:
         check_tensors(job.shapes, adapter)
         if ctx.plan.config.training.optim not in EIGHT_BIT:
             check_optimizer(job.shapes, optimizer)
+        elif optimizer.keys() != job.shapes.keys():
+            odd = sorted(optimizer.keys() ^ job.shapes.keys())
+            raise UserError(f"the checkpoint's optimizer state does not fit the model: {', '.join(odd)}")
         job.strategy.load_trainable(adapter)
         job.strategy.load_optimizer_state(optimizer)
         job.scale.load(state.scaler)
