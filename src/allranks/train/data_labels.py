@@ -43,7 +43,7 @@ def find_classes(labels: Sequence[str | int], declared: tuple[str, ...], num_lab
     else:
         known = declared or tuple(str(number) for number in range(num_labels or len(set(numbers.values()))))
         if all(0 <= number < len(known) for number in numbers.values()):
-            names, by_label = known, {number: number for number in range(len(known))} | numbers
+            names, by_label = known, {**{number: number for number in range(len(known))}, **numbers}
         else:
             ordered = sorted(set(numbers.values()))
             names = tuple(str(number) for number in ordered)

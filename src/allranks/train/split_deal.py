@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -109,7 +110,8 @@ def _levelled(ranks: Ranks, limit: int) -> Ranks:
 def slowest(ranks: Ranks, lockstep: bool, step_cost: float) -> float:
     """Cost of the step: of the slowest rank, or, in lockstep, of the slowest micro-batch of each slot, summed."""
     if lockstep:
-        return sum(step_cost + max(piece.cost for piece in slot) for slot in zip(*ranks, strict=True))
+        slots: Iterable[tuple[Piece, ...]] = zip(*ranks, strict=True)
+        return sum(step_cost + max(piece.cost for piece in slot) for slot in slots)
     return max(sum(step_cost + piece.cost for piece in rank) for rank in ranks)
 
 

@@ -80,7 +80,7 @@ def _least_bound(costs: list[float], rooms: list[int], start: int, limit: int, f
     low = costs[start]
     if _count(costs, rooms, start, low, limit) <= limit:
         return low
-    high = min(feasible, max(map(mul, costs[start:], rooms[start:])))
+    high: float = min(feasible, max(map(mul, costs[start:], rooms[start:])))
     while high - low > 1e-2 * low:
         middle = (low + high) / 2
         if _count(costs, rooms, start, middle, limit) <= limit:

@@ -83,7 +83,7 @@ def together(
             stop_requested=ctx.stop_wanted() is not None,
         )
         if isinstance(outcome, Failed):
-            ballot = _failing(ctx, ballot, outcome, at)
+            ballot = _failing(ctx, ballot, outcome, at, in_collective=collective)
             if collective:
                 declare(ctx, ballot, at.key)
         tally = vote_one(ctx.control, ballot)
@@ -97,7 +97,7 @@ def together(
         attempt += 1
 
 
-def _failing(ctx: Context, ballot: Ballot, failed: Failed, at: Attempt) -> Ballot:
+def _failing(ctx: Context, ballot: Ballot, failed: Failed, at: Attempt, *, in_collective: bool) -> Ballot:
     """Leave the record of this rank's own failure, wake the peers, and fill the ballot."""
     if not failed.classification.secondary:
         ctx.flag.raise_flag(at.key)
@@ -110,7 +110,9 @@ def _failing(ctx: Context, ballot: Ballot, failed: Failed, at: Attempt) -> Ballo
             tokens=at.tokens,
             sample_ids=at.sample_ids,
         )
-    return ballot.failing(failed.classification, samples=len(at.sample_ids), tokens=at.tokens)
+    return ballot.failing(
+        failed.classification, samples=len(at.sample_ids), tokens=at.tokens, in_collective=in_collective
+    )
 
 
 def _retry(ctx: Context, decision: Retry, key: AttemptKey, tally: Tally) -> None:
@@ -131,7 +133,7 @@ def _retry(ctx: Context, decision: Retry, key: AttemptKey, tally: Tally) -> None
 def stop_half_done(ctx: Context, failed: Failed, key: AttemptKey, phase: str) -> NoReturn:
     """Stop all ranks: this one failed in or beside a collective of the data plane, outside an attempt."""
     ballot = Ballot(committed_step=ctx.committed_step, caps_fingerprint=0)
-    declare(ctx, _failing(ctx, ballot, failed, Attempt(key=key, phase=phase)), key)
+    declare(ctx, _failing(ctx, ballot, failed, Attempt(key=key, phase=phase), in_collective=True), key)
 
 
 def explained(ctx: Context, stop: Stop, key: AttemptKey, cause_rank: int | None) -> StopTraining:
@@ -149,7 +151,7 @@ def declare(ctx: Context, ballot: Ballot, key: AttemptKey) -> NoReturn:
     me = ctx.rank.environment.rank
     well = Ballot(committed_step=ballot.committed_step, caps_fingerprint=ballot.caps_fingerprint)
     tally = Tally(ballots=tuple(ballot if rank == me else well for rank in range(ctx.world_size)))
-    stop = decide(ctx.policy, tally, ctx.plan.config.oom, phase=key.phase, can_retry=False)
+    stop = decide(ctx.policy, tally, ctx.plan.config.oom, phase=key.phase, can_retry=not ctx.lockstep)
     assert isinstance(stop, Stop)
     if ballot.secondary:
         # A peer is gone, or has declared: then our own watcher ends us within this time.
