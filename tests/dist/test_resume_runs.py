@@ -28,9 +28,9 @@ def uninterrupted(tiny_llama_dir: Path, folder: Path) -> Finished:
 
 @pytest.fixture(scope="module")
 def stopped(tiny_llama_dir: Path, folder: Path) -> Path:
-    """A run directory whose newest checkpoint is that of step 7: its last three steps end in a failed save."""
+    """A run directory whose newest checkpoint is that of step 7: a rank was killed in step 8."""
     config = config_of(tiny_llama_dir, folder, output__name="stopped", output__save_steps=7)
-    run = launch(config, folder, profile="ddp", ranks=2, inject=("rank=1,step=8,phase=step,kind=sigkill",))
+    run = launch(config, folder, profile="ddp", ranks=2, inject=("rank=1,step=8,phase=forward,kind=sigkill",))
     assert run.status == 5, run.output
     assert max(run.committed()) == 7
     return run.run_dir
