@@ -11,13 +11,14 @@ from typing import Annotated
 import typer
 
 from allranks import __version__
-from allranks.cli import config, drill, profiles, run, runs
+from allranks.cli import config, drill, evaluate, profiles, run, runs
 from allranks.errors import AllranksError
 
 COMMANDS: tuple[Callable[[typer.Typer], None], ...] = (
     run.register,
     drill.register,
     runs.register,
+    evaluate.register,
     config.register,
     profiles.register,
 )

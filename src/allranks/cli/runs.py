@@ -18,6 +18,7 @@ _WIDEST = 120
 _PIPE_WIDTH = 1000
 """Nothing is cut or wrapped for another program."""
 
+RunName = Annotated[str, typer.Argument(metavar="RUN", help="Run directory, or its name in runs/.", show_default=False)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -44,15 +45,20 @@ def runs(
 
 
 def show(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="Run directory, or its name in runs/.", show_default=False)],
+    run: RunName,
     json: Json = False,
 ) -> None:
     """Tell all about one run: losses, failures, checkpoints, verdict."""
-    report = read_run(_run_dir(run))
+    report = read_run(find_run_dir(run))
     typer.echo(as_json(report.detail()) if json else "\n".join(run_screen(report, _width())))
 
 
-def _run_dir(run: str) -> Path:
+def find_run_dir(run: str) -> Path:
+    """The run directory that is meant by its path or by its name.
+
+    Raises:
+        UserError: there is none; names the runs in runs/.
+    """
     candidates = (Path(run), Path("runs") / run)
     for path in candidates:
         if (path / PLAN_FILE).is_file():

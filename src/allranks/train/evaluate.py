@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -84,9 +85,25 @@ def _pass(ctx: Context, job: Job, at: Attempt) -> tuple[float, int, float, int]:
             at.phase, at.micro_step, at.sample_ids = "eval", micro_step, sample_ids
             at.tokens = batch["input_ids"].numel()
             ctx.injector.at("eval", at.key.step, at.key.attempt)
-            inputs = {name: tensor.to(ctx.rank.device) for name, tensor in batch.items()}
-            labels = inputs.pop("labels")
-            weights = torch.ones(len(labels), device=labels.device)
-            total += weighted_loss(job.strategy.forward(inputs), labels, weights).double()
+            total += summed_loss(job.strategy.forward, batch, ctx.rank.device)[0]
     largest = max(len(micro) * max(int(data.lengths[i]) for i in micro) for part in parts for micro in part if micro)
     return float(total), sum(len(micro) for micro in mine), time.monotonic() - began, largest
+
+
+def summed_loss(
+    forward: Callable[[Mapping[str, torch.Tensor]], torch.Tensor],
+    batch: Mapping[str, torch.Tensor],
+    device: torch.device,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sum of the losses of all targets of a micro-batch, a scalar in fp64, and the logits that gave it.
+
+    Args:
+        forward: from inputs to logits.
+        batch: as `pad_batch` makes it.
+        device: where `forward` computes.
+    """
+    inputs = {name: tensor.to(device) for name, tensor in batch.items()}
+    labels = inputs.pop("labels")
+    logits = forward(inputs)
+    weights = torch.ones(len(labels), device=labels.device)
+    return weighted_loss(logits, labels, weights).double(), logits
