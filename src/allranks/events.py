@@ -28,7 +28,6 @@ KINDS: dict[str, tuple[str, ...]] = {
     "skipped_step": ("step", "reason"),
     "eval": ("step", "loss", "samples", "target_tokens", "seconds"),
     "save": ("step", "path", "seconds", "bytes"),
-    "save_failed": ("step", "message"),
     "stop": ("step", "reason", "message"),
     "finish": ("step", "seconds", "adapter"),
 }

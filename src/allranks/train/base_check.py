@@ -15,10 +15,12 @@ from allranks.errors import ExitCode, StopTraining
 from allranks.strategies.base import Strategy
 
 _PROBE_TOKENS = 8
+_PRIME = 2**48 - 59
+"""A prime, so that every bit of a 64-bit sum counts; below 2**53, so that it travels exactly in a vote."""
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """48 bits of the tensor's bytes and their places; equal bytes of any dtype give equal sums."""
+    """A sum over the tensor's bytes and their places, below 2**48; equal bytes of any dtype give equal sums."""
     words = tensor.detach().contiguous().view(torch.uint8).flatten()
     padding = -words.numel() % 8
     if padding:
@@ -26,7 +28,7 @@ def checksum(tensor: torch.Tensor) -> int:
     words = words.view(torch.int64)
     # Wrapping int64 arithmetic; the odd multipliers make the sum depend on where each word stands.
     places = torch.arange(words.numel(), device=words.device, dtype=torch.int64) * 2 + 1
-    return int((words * places).sum().item()) & (2**48 - 1)
+    return int((words * places).sum().item()) % _PRIME
 
 
 def packed_weights(model: torch.nn.Module) -> dict[str, int]:
@@ -44,7 +46,7 @@ def require_equal_on_all_ranks(control: ControlPlane, model: torch.nn.Module) ->
     """
     total = 0
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        total = (total * 31 + len(name) + checksum(tensor)) & (2**48 - 1)
+        total = (total * 31 + len(name) + checksum(tensor)) % _PRIME
     sums = [row[0] for row in control.exchange([float(total)])]
     if len(set(sums)) > 1:
         odd = [rank for rank, value in enumerate(sums) if value != sums[0]]

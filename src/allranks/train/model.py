@@ -93,7 +93,6 @@ def load_model(
     precision: str,
     device: torch.device,
     num_labels: int | None,
-    checkpoint_reentrant: bool = False,
 ) -> ModelParts:
     """Load and quantise the base on `device`, freeze it, and put a fresh adapter on it.
 
@@ -113,7 +112,7 @@ def load_model(
             module.support_avx512bf16_for_cpu = False
     model = _add_adapter(base, config, extra_modules)
     if config.training.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": checkpoint_reentrant})
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.enable_input_require_grads()
     return ModelParts(model=model, notes=tuple(notes))
 
