@@ -9,7 +9,8 @@ from allranks.plan.plan import Injection, Plan
 from allranks.report.runs import read_run
 from allranks.report.screens import caps_words
 
-_SILENT = ("exit", "sigkill", "nan")
+_DEADLY = ("exit", "sigkill")
+_SILENT = (*_DEADLY, "nan")
 """Kinds that leave no failure record: nobody is left to write it, or nothing was raised."""
 
 _OPTIONAL = ("eval", "save")
@@ -38,6 +39,10 @@ def _became(run_dir: Path, fault: Injection) -> str:
     ]
     retries = [e for e in report.incidents if e["kind"] == "retry" and e["step"] == step]
     committed = report.step >= step and fault.phase != "load"
+    if fault.kind in _DEADLY:
+        # By the rank itself: when it dies in the optimizer step, its peers may have committed the step.
+        own = (event["step"] for event in read_events(run_dir, fault.rank) if event["kind"] == "step")
+        committed = committed and step in own
     if report.verdict is None:
         end = "the run died without a verdict"
     else:
