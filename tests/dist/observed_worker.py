@@ -4,6 +4,8 @@ The environment variable ALLRANKS_TEST_OBSERVE holds a JSON object:
   gradients: path; rank 0 writes the first step's reduced gradients there (safetensors).
   drop: true; one sample of each global batch is left out by the rank that has it, and not counted.
   twice: true; one sample of each global batch is taken twice by the rank that has it, and counted once.
+  sharding: path; rank 0 writes what FSDP made of the model, and what a forward pass leaves of it (JSON).
+  logits: path; rank 0 writes there what the trained model makes of the first training sample (safetensors).
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 
@@ -51,10 +54,59 @@ def _spoil(change: str) -> None:
     step.pad_batch = spoilt
 
 
+def _watch_sharding(path: str) -> None:
+    """By layer class, whether each FSDP unit is spread before a forward pass, and again after it."""
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
+
+    from allranks.train import setup
+
+    plain = setup.weights_seen_in_forward
+
+    def spread(model: Any) -> dict[str, list[bool]]:
+        units: dict[str, list[bool]] = {}
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                own = [p for inner in module.modules() for p in inner.parameters(recurse=False)]
+                name = type(module).__name__.removeprefix("FSDP")
+                units.setdefault(name, []).append(all(isinstance(p, DTensor) for p in own))
+        return units
+
+    def watched(strategy: Any, model: Any, device: Any) -> Any:
+        before = spread(model)
+        seen = plain(strategy, model, device)
+        if os.environ["RANK"] == "0":
+            Path(path).write_text(json.dumps({"before": before, "after": spread(model)}), encoding="utf-8")
+        return seen
+
+    setup.weights_seen_in_forward = watched
+
+
+def _keep_logits(path: str) -> None:
+    """The batch by which the worker proves its adapter, and the logits of the model in memory for it."""
+    from safetensors.torch import save_file
+
+    from allranks.train import finishing
+
+    plain = finishing._logits
+
+    def kept(job: Any, probe: Any) -> Any:
+        logits = plain(job, probe)
+        if os.environ["RANK"] == "0":
+            save_file({**probe, "logits": logits}, path)
+        return logits
+
+    finishing._logits = kept
+
+
 def main() -> int:
     wanted = json.loads(os.environ["ALLRANKS_TEST_OBSERVE"])
     if "gradients" in wanted:
         _watch_gradients(wanted["gradients"])
+    if "sharding" in wanted:
+        _watch_sharding(wanted["sharding"])
+    if "logits" in wanted:
+        _keep_logits(wanted["logits"])
     for change in ("drop", "twice"):
         if wanted.get(change):
             _spoil(change)

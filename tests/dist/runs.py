@@ -101,13 +101,20 @@ def environment(**more: str) -> dict[str, str]:
 def launch_bare(config: dict[str, Any], folder: Path, *, profile: str, ranks: int, observe: dict[str, Any]) -> Finished:
     """`accelerate launch --config_file profiles/P.yaml`, with the observer as the worker.
 
+    `profile` is a shipped one, or the absolute path of another file without its ending.
     `observe` is what tests/dist/observed_worker.py shall do; empty: the plain worker.
     """
     name = config["output"].setdefault("name", profile)
     file = folder / f"{name}.yaml"
     file.write_text(yaml.safe_dump(config), encoding="utf-8")
     worker = [str(OBSERVER)] if observe else ["-m", "allranks.train"]
-    argv = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(ROOT / f"profiles/{profile}.yaml")]
+    argv = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--config_file",
+        str(ROOT / "profiles" / f"{profile}.yaml"),
+    ]
     argv += ["--num_processes", str(ranks), "--main_process_port", str(free_port()), *worker, str(file)]
     done = subprocess.run(
         argv,

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
+from allranks.errors import UserError
 from allranks.strategies.base import NamedTensors, OptimizerState
 from allranks.strategies.optim import allocate_state
 
@@ -40,7 +41,13 @@ class Fsdp:
         wrapped = set(plugin.transformer_cls_names_to_wrap or ())
         layers = [module for module in model.modules() if type(module).__name__ in wrapped]
         if not layers:
-            raise RuntimeError(f"no module of the model is one of {sorted(wrapped)}")
+            has = ", ".join(sorted(getattr(model, "_no_split_modules", None) or ())) or "look at print(model)"
+            raise UserError(
+                f"fsdp_transformer_layer_cls_to_wrap: the model has no layer of class {', '.join(sorted(wrapped))}\n"
+                f"    valid: {has}\n"
+                "    fix: take a copy (allranks profiles cp fsdp my.yaml), name the class of the model's layers there, "
+                "and run with --profile my.yaml"
+            )
         mesh = dist.device_mesh.init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
         for layer in layers:
             fully_shard(layer, mesh=mesh, reshard_after_forward=plugin.reshard_after_forward)
