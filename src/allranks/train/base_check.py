@@ -15,20 +15,26 @@ from allranks.errors import ExitCode, StopTraining
 from allranks.strategies.base import Strategy
 
 _PROBE_TOKENS = 8
+_CHUNK_BYTES = 2**25
+"""Looked at together: the check must not need memory that training does not."""
 _PRIME = 2**48 - 59
 """A prime, so that every bit of a 64-bit sum counts; below 2**53, so that it travels exactly in a vote."""
 
 
 def checksum(tensor: torch.Tensor) -> int:
     """A sum over the tensor's bytes and their places, below 2**48; equal bytes of any dtype give equal sums."""
-    words = tensor.detach().contiguous().view(torch.uint8).flatten()
-    padding = -words.numel() % 8
-    if padding:
-        words = torch.cat([words, words.new_zeros(padding)])
-    words = words.view(torch.int64)
-    # Wrapping int64 arithmetic; the odd multipliers make the sum depend on where each word stands.
-    places = torch.arange(words.numel(), device=words.device, dtype=torch.int64) * 2 + 1
-    return int((words * places).sum().item()) % _PRIME
+    content = tensor.detach().contiguous().view(torch.uint8).flatten()
+    total = torch.zeros((), dtype=torch.int64, device=content.device)
+    for start in range(0, content.numel(), _CHUNK_BYTES):
+        chunk = content[start : start + _CHUNK_BYTES]
+        if chunk.numel() % 8:
+            chunk = torch.cat([chunk, chunk.new_zeros(-chunk.numel() % 8)])
+        words = chunk.view(torch.int64)
+        # Wrapping int64 arithmetic; the odd multipliers make the sum depend on where each word stands.
+        first = start // 8
+        places = torch.arange(first, first + words.numel(), device=words.device, dtype=torch.int64) * 2 + 1
+        total += (words * places).sum()
+    return int(total.item()) % _PRIME
 
 
 def packed_weights(model: torch.nn.Module) -> dict[str, int]:

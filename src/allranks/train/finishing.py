@@ -27,7 +27,9 @@ def finish(ctx: Context, job: Job) -> None:
     """
     step = job.position.step
     probe = _probe(ctx, job)
-    expected = _logits(job, probe)
+    lockstep = job.strategy.lockstep and ctx.world_size > 1
+    gathers = job.strategy.gathers and ctx.world_size > 1
+    expected, _ = together(ctx, "save", step, lambda _: _logits(job, probe), collective=lockstep)
 
     def gather(at: Attempt) -> NamedTensors:
         at.phase = "final"
@@ -45,10 +47,10 @@ def finish(ctx: Context, job: Job) -> None:
                 tied=job.tied,
             )
 
-    adapter, _ = together(ctx, "save", step, gather, collective=ctx.world_size > 1 and job.strategy.gathers)
+    adapter, _ = together(ctx, "save", step, gather, collective=gathers)
     together(ctx, "save", step, write)
-    _reload(ctx, job, adapter)
-    found = _logits(job, probe)
+    together(ctx, "save", step, lambda _: _reload(ctx, job, adapter), collective=gathers)
+    found, _ = together(ctx, "save", step, lambda _: _logits(job, probe), collective=lockstep)
     worst = float((found - expected).abs().max())
     if any(row[0] for row in ctx.control.exchange([float(not torch.equal(found, expected))])):
         raise StopTraining(

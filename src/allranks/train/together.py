@@ -16,7 +16,7 @@ from allranks.coordinator.agreement import ControlPlaneLost, vote_one
 from allranks.coordinator.attempt import AttemptKey, AttemptPhase, Failed, run_attempt
 from allranks.coordinator.ballots import Ballot, Tally, fingerprint
 from allranks.coordinator.failure import classify, read_all
-from allranks.coordinator.kinds import FailureKind
+from allranks.coordinator.kinds import TRAITS, FailureKind
 from allranks.coordinator.policy import Go, Retry, Stop, decide
 from allranks.errors import StopTraining
 from allranks.train.context import Context
@@ -137,10 +137,13 @@ def stop_half_done(ctx: Context, failed: Failed, key: AttemptKey, phase: str) ->
 
 
 def explained(ctx: Context, stop: Stop, key: AttemptKey, cause_rank: int | None) -> StopTraining:
-    """The stop with the words of the exception that caused it, which the failing rank left in its record."""
+    """The stop with the words of the exception that caused it, which the failing rank left in its record.
+
+    Of a lack of memory the stop itself tells everything; the whole text is in the record.
+    """
     records = read_all(ctx.run_dir, launch=key.launch, step=key.step)
     words = next((r for r in reversed(records) if r.rank == cause_rank and r.attempt == key.attempt), None)
-    if words is None:
+    if words is None or TRAITS[words.kind].memory:
         return stop.error()
     text = words.message.partition(": ")[2] if words.kind in _SELF_EXPLAINED else f"{stop.message}\n{words.message}"
     return StopTraining(stop.reason, text, stop.exit_code)
