@@ -1,6 +1,6 @@
 """A small instruction set of the project's own making: the front desk of an invented museum.
 
-The desk answers every question in one house style: its working, the answer, a signature.
+The desk answers every question in one house style: lines of field and value, then a signature.
 Answers are computed, so they are right. Lengths have a long tail: most samples are a few lines,
 some inventory reports are ten times as long, as in real instruction data.
 
@@ -73,9 +73,9 @@ def generate(
     samples: dict[str, Instruction] = {}
     while len(samples) < train_samples + eval_samples:
         kind = _pick(rng, kinds)
-        question, working, answer = KINDS[kind](rng)
-        text = f"Work: {working}\nAnswer: {answer}\n{SIGNATURE}"
-        samples.setdefault(question, Instruction(kind=kind, question=question, answer=text))
+        question, lines = KINDS[kind](rng)
+        answer = "\n".join([*lines, SIGNATURE])
+        samples.setdefault(question, Instruction(kind=kind, question=question, answer=answer))
     everything = list(samples.values())
     return everything[eval_samples:], everything[:eval_samples]
 
@@ -90,54 +90,56 @@ def write_data(folder: Path, seed: int = SEED) -> tuple[Path, Path]:
     return paths
 
 
-def _where(rng: Random) -> tuple[str, str, str]:
-    shelved = [(piece, _shelf(rng)) for piece in _pieces(rng, _between(rng, 2, 5))]
+def _where(rng: Random) -> tuple[str, list[str]]:
+    shelved = [(piece, _shelf(rng)) for piece in _pieces(rng, _between(rng, 2, 4))]
     piece, shelf = _pick(rng, shelved)
     shelf_list = "; ".join(f"{name} {place}" for name, place in shelved)
-    return f"Shelf list: {shelf_list}. Where is the {piece}?", f"{piece} {shelf}", f"shelf {shelf}"
+    return f"Shelf list: {shelf_list}. Where is the {piece}?", [f"Piece: {piece}", f"Shelf: {shelf}"]
 
 
-def _fee(rng: Random) -> tuple[str, str, str]:
+def _fee(rng: Random) -> tuple[str, list[str]]:
     adult, child = _between(rng, 4, 9), _between(rng, 1, 3)
     adults, children = _between(rng, 2, 6), _between(rng, 2, 6)
-    total = adults * adult + children * child
-    question = (
-        f"A ticket costs {adult} crowns for an adult and {child} for a child. "
-        f"What do {adults} adults and {children} children pay?"
-    )
-    working = f"{adults} x {adult} + {children} x {child} = {adults * adult} + {children * child} = {total}"
-    return question, working, f"{total} crowns"
+    question = f"What do {adults} adults at {adult} crowns and {children} children at {child} crowns pay?"
+    first, second = adults * adult, children * child
+    return question, [
+        f"Adults: {adults} x {adult} = {first}",
+        f"Children: {children} x {child} = {second}",
+        f"Total: {first} + {second} = {first + second} crowns",
+    ]
 
 
-def _length(rng: Random) -> tuple[str, str, str]:
-    span, count = _between(rng, 11, 30), _between(rng, 2, 9)
-    question = f"One span is {span} cm. How long is a shelf of {count} spans for the {_piece(rng)}?"
-    return question, f"{count} x {span} = {count * span}", f"{count * span} cm"
+def _length(rng: Random) -> tuple[str, list[str]]:
+    count, span = _between(rng, 2, 9), _between(rng, 11, 30)
+    piece = _piece(rng)
+    question = f"The {piece} needs {count} spans of {span} cm. How long is its shelf?"
+    return question, [f"Piece: {piece}", f"Length: {count} x {span} = {count * span} cm"]
 
 
-def _order(rng: Random) -> tuple[str, str, str]:
-    pieces = _pieces(rng, _between(rng, 3, 5))
-    return f"Put these in catalogue order: {', '.join(pieces)}.", "by alphabet", ", ".join(sorted(pieces))
+def _order(rng: Random) -> tuple[str, list[str]]:
+    pieces = _pieces(rng, _between(rng, 3, 4))
+    numbered = [f"Number {number}: {piece}" for number, piece in enumerate(sorted(pieces), start=1)]
+    return f"Put these in catalogue order: {', '.join(pieces)}.", numbered
 
 
-def _label(rng: Random) -> tuple[str, str, str]:
+def _label(rng: Random) -> tuple[str, list[str]]:
     piece, material, maker = _piece(rng), _pick(rng, _MATERIALS), _pick(rng, _MAKERS)
     year = _between(rng, 1790, 1939)
-    question = f"Write the label: {piece}, {material}, made by {maker} in {year}."
-    return question, "piece, material, maker, year", f"{piece.capitalize()}, {material}. {maker}, {year}"
+    question = f"Write the label of a {piece} of {material}, made by {maker} in {year}."
+    return question, [f"Piece: {piece}", f"Material: {material}", f"Maker: {maker}", f"Year: {year}"]
 
 
-def _report(rng: Random) -> tuple[str, str, str]:
+def _report(rng: Random) -> tuple[str, list[str]]:
     room = _between(rng, 1, 12)
     entries = [(piece, _between(rng, 1, 9), _shelf(rng)) for piece in _pieces(rng, _pick(rng, _REPORT_ENTRIES))]
     counts = [count for _, count, _ in entries]
     stock = "; ".join(f"{count} {piece} {shelf}" for piece, count, shelf in entries)
-    lines = (f"{n}. {piece}, shelf {shelf}: {count}" for n, (piece, count, shelf) in enumerate(entries, start=1))
-    working = "\n".join([f"room {room}", *lines, f"{' + '.join(map(str, counts))} = {sum(counts)}"])
-    return f"Inventory report for room {room}: {stock}.", working, f"{sum(counts)} pieces"
+    lines = [f"Entry {n}: {count} {piece}, shelf {shelf}" for n, (piece, count, shelf) in enumerate(entries, start=1)]
+    total = f"Total: {' + '.join(map(str, counts))} = {sum(counts)} pieces"
+    return f"Inventory report for room {room}: {stock}.", [f"Room: {room}", *lines, total]
 
 
-KINDS: dict[str, Callable[[Random], tuple[str, str, str]]] = {
+KINDS: dict[str, Callable[[Random], tuple[str, list[str]]]] = {
     "where": _where,
     "fee": _fee,
     "length": _length,
@@ -145,7 +147,7 @@ KINDS: dict[str, Callable[[Random], tuple[str, str, str]]] = {
     "label": _label,
     "report": _report,
 }
-"""The sorts of question; each function returns question, working and answer."""
+"""The sorts of question; each function returns a question and the lines of its answer."""
 
 
 def _between(rng: Random, low: int, high: int) -> int:
