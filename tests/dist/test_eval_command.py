@@ -34,6 +34,7 @@ def run(tiny_llama_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Finis
         data__eval=str(folder / "eval.jsonl"),
         training__max_steps=20,
         training__learning_rate=1e-2,
+        training__eval_on_start=True,
     )
     done = launch(config, folder, profile="ddp", ranks=2)
     assert done.status == 0, done.output
@@ -61,11 +62,12 @@ def figures(run: Finished, *words: str) -> dict[str, Any]:
 @pytest.mark.timeout(300)
 def test_the_runs_own_loss_again(run: Finished) -> None:
     before = sorted(path for path in run.run_dir.rglob("*"))
-    own = run.events("eval")[-1]
+    untrained, own = run.events("eval")
     found = figures(run)
+    assert found["base"]["loss"] == pytest.approx(untrained["loss"], abs=1e-4)
     assert found["adapter"]["loss"] == pytest.approx(own["loss"], abs=1e-4)
     assert (found["samples"], found["targets"]) == (own["samples"], own["target_tokens"]) == (11, 5 * 4 + 6 * 49)
-    assert found["base"]["loss"] > found["adapter"]["loss"] + 0.1
+    assert untrained["loss"] > own["loss"] + 0.1
     assert found["difference"]["loss"] == found["adapter"]["loss"] - found["base"]["loss"]
     assert (found["answers"], found["base"]["exact_match"], found["adapter"]["exact_match"]) == (5, 0.0, 1.0)
     assert (found["step"], found["adapter_dir"], found["finished"]) == (20, "adapter", True)
@@ -92,7 +94,32 @@ def test_a_run_that_has_not_finished(run: Finished) -> None:
     (died.run_dir / "verdict.json").unlink()
     done = evaluated(died, "--json", "--max-answer-tokens", "0")
     found = json.loads(done.stdout)
-    assert "allranks: the run has not finished: its checkpoint of step 20 is evaluated" in done.stderr
+    assert "allranks: the run has not finished: the checkpoint of step 20 is evaluated" in done.stderr
     assert found["adapter_dir"].startswith("checkpoints/step-00000020-")
     assert found["adapter"]["loss"] == pytest.approx(run.events("eval")[-1]["loss"], abs=1e-4)
     assert (found["finished"], found["answers"], found["adapter"]["exact_match"]) == (False, None, None)
+
+
+@pytest.mark.timeout(300)
+def test_a_classifier_has_an_accuracy(tiny_llama_dir: Path, tmp_path: Path) -> None:
+    for name, texts in (("train", 30), ("eval", 7)):
+        rows = [
+            {"text": ("sun song", "rain grey")[n % 2] * (n % 3 + 1), "label": ("glad", "sad")[n % 2]}
+            for n in range(texts)
+        ]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n", encoding="utf-8")
+    config = config_of(
+        tiny_llama_dir,
+        tmp_path,
+        model__task="sequence-classification",
+        data__eval=str(tmp_path / "eval.jsonl"),
+        training__max_steps=6,
+        training__learning_rate=1e-2,
+    )
+    run = launch(config, tmp_path, profile="single", ranks=1)
+    assert run.status == 0, run.output
+    found = figures(run)
+    assert found["adapter"]["loss"] == pytest.approx(run.events("eval")[-1]["loss"], abs=1e-4)
+    assert found["adapter"]["accuracy"] == 1.0
+    assert 0.0 <= found["base"]["accuracy"] < 1.0
+    assert (found["samples"], found["answers"], found["adapter"]["exact_match"]) == (7, None, None)

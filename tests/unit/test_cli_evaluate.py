@@ -110,14 +110,27 @@ def test_a_split_of_a_file(folder: Path, shell: Refuse) -> None:
     assert text.splitlines()[0] == "--split validation: eval.jsonl is a file, which has no splits"
 
 
-def test_faults_of_a_set_are_named_by_the_option(folder: Path, shell: Refuse, tiny_llama_dir: Path) -> None:
+@pytest.fixture
+def with_model(folder: Path, tiny_llama_dir: Path) -> Path:
+    """A run whose model and training set are there."""
     run_dir = make_run(folder, "other")
     plan = (run_dir / PLAN_FILE).read_text(encoding="utf-8")
     (run_dir / PLAN_FILE).write_text(plan.replace('"name_or_path": "m"', f'"name_or_path": "{tiny_llama_dir}"'))
     (folder / "train.jsonl").write_text('{"prompt": "a", "completion": "b"}\n', encoding="utf-8")
+    return run_dir
+
+
+def test_faults_of_a_set_are_named_by_the_option(with_model: Path, shell: Refuse) -> None:
     text = refused(*shell, "other", "--data", "./trian.jsonl")
     assert "--data: there is no file or folder './trian.jsonl'" in text
     assert "nearest: train.jsonl" in text
+
+
+def test_an_adapter_of_other_keys(with_model: Path, shell: Refuse) -> None:
+    text = refused(*shell, "other", "--data", "train.jsonl")
+    assert "the checkpoint's adapter does not fit the model" in text
+    assert "extra: x [1]" in text
+    assert "missing: base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight [16, 64]" in text
 
 
 def test_screen(folder: Path) -> None:

@@ -14,7 +14,7 @@ from allranks.config.schema import RunConfig
 from allranks.coordinator.failure import classify
 from allranks.errors import ExitCode, ProblemsError, StopTraining, UserError
 from allranks.plan.plan import Plan
-from allranks.train.adapter_files import ADAPTER_FILE, check_tensors, peft_key
+from allranks.train.adapter_files import ADAPTER_FILE, check_tensors, peft_key, tied_names
 from allranks.train.answers import ShortAnswer, short_answer, special_ids
 from allranks.train.checkpoint import CheckpointStore
 from allranks.train.data import DataRequest, PreparedData, prepare
@@ -111,6 +111,9 @@ def side_by_side(request: EvalRequest, *, say: Words, progress: Words) -> SideBy
     count = min(len(chosen), request.max_samples or len(chosen))
     if count < len(chosen):
         say(f"the first {count:,} of {len(chosen):,} samples, as --max-samples says")
+    classes = config.model.task == "sequence-classification"
+    if classes:
+        say("the base has a head that was never trained: its figures are those of guessing")
     bench = Bench(
         model=model,
         rank=rank,
@@ -118,7 +121,7 @@ def side_by_side(request: EvalRequest, *, say: Words, progress: Words) -> SideBy
         data=chosen,
         count=count,
         answers=_answers(data, count, tokenizer, request.max_answer_tokens, config.data.completion_only_loss, say),
-        classes=config.model.task == "sequence-classification",
+        classes=classes,
         caps=first_caps(config).evaluation.caps,
         cost=Cost(a=1.0, b=1.0 / (6 * model.config.hidden_size)),
         progress=progress,
@@ -166,7 +169,8 @@ def _trained_adapter(request: EvalRequest, say: Words) -> _Trained:
             )
         for note in ref.notes:
             say(note)
-        say(f"the run has not finished: its checkpoint of step {ref.step} is evaluated")
+        why = "adapter/ is gone" if request.finished else "the run has not finished"
+        say(f"{why}: the checkpoint of step {ref.step} is evaluated")
         # A later launch that was refused may have left another plan in the run directory.
         plan, step, path = store.saved_plan(ref), ref.step, store.path(ref)
     file = path / ADAPTER_FILE
@@ -244,6 +248,7 @@ def _loaded(
     config: RunConfig, rank: Rank, tokenizer: Any, data: PreparedData, tensors: Mapping[str, torch.Tensor]
 ) -> Any:
     """The PEFT model in evaluation mode, with the trained adapter in it."""
+    torch.manual_seed(config.training.seed)  # a classifier's base gets a head of chance: the same at every call
     try:
         model = load_model(
             config,
@@ -258,7 +263,9 @@ def _loaded(
             raise
         raise StopTraining("out_of_memory", f"the model does not fit: {error}", ExitCode.OUT_OF_MEMORY) from error
     named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    found = {name: tensors[peft_key(name)] for name in named if peft_key(name) in tensors}
+    again = {peft_key(name) for name in tied_names(model)}  # of tied modules the file has the tensor twice
+    names = {peft_key(name): name for name in named}
+    found = {names.get(key, key): tensor for key, tensor in tensors.items() if key not in again}
     check_tensors({name: tuple(parameter.shape) for name, parameter in named.items()}, found)
     with torch.no_grad():
         for name, parameter in named.items():
