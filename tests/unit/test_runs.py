@@ -219,7 +219,6 @@ def full_run(folder: Path) -> Run:
     run.steps(1, 2).failure(3).retry(3, [2, 128]).steps(3)
     run.logs[0].write("skipped_step", step=4, reason="fp16 overflow")
     run.logs[0].write("eval", step=3, loss=1.9, samples=5, target_tokens=50, seconds=1.5)
-    run.logs[0].write("save_failed", step=3, message="disk full\n    fix: make room")
     run.save(3).verdict("storage", ExitCode.STORAGE, 3, "the checkpoint was not written\n    fix: make room")
     return run.at(1_000_000_000.0)
 
@@ -257,7 +256,6 @@ incidents
   step 3: all ranks took it again with at most 2 samples and 128 tokens per
     micro-batch
   step 4: no update: fp16 overflow
-  step 3: the checkpoint was not written: disk full
 
 checkpoints
   step 3  step-00000003-00  1 MiB, written in 0.5 s
@@ -333,7 +331,6 @@ def test_json_of_runs_and_show(
         "failure",
         "retry",
         "skipped_step",
-        "save_failed",
     ]
 
 

@@ -206,7 +206,7 @@ def _committed(events: list[Event], kind: str) -> tuple[Event, ...]:
 
 
 def _incidents(run_dir: Path) -> tuple[Event, ...]:
-    of_rank_0 = ("retry", "skipped_step", "save_failed", "resume")
+    of_rank_0 = ("retry", "skipped_step", "resume")
     found = [
         event
         for rank in _ranks(run_dir)

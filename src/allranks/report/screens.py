@@ -139,8 +139,6 @@ def _incident(event: Event) -> str:
             what = f"all ranks took it again with {caps_words(event['caps'])} per micro-batch"
         case "skipped_step":
             what = f"no update: {event['reason']}"
-        case "save_failed":
-            what = f"the checkpoint was not written: {_first_line(event)}"
         case _:
             what = f"launch {event['launch']} went on from {event['checkpoint']}"
     return f"step {event['step']}: {what}"

@@ -100,6 +100,7 @@ def load_model(
         UserError: no such model, targets that the model lacks, tokens that its embedding lacks.
     """
     notes: list[str] = []
+    torch.manual_seed(config.training.seed)  # the same new head of a classifier on every rank
     base = _load_base(config, profile=profile, precision=precision, device=device, num_labels=num_labels)
     base.config.use_cache = False
     base.config.pad_token_id = tokenizer.pad_token_id
