@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from allranks.coordinator.kinds import TRAITS, FailureKind, Traits
-from allranks.errors import AllranksError
+from allranks.errors import AllranksError, ExitCode
 
 FAILURES_DIR = "failures"
 MESSAGE_LIMIT = 2000
@@ -158,7 +158,7 @@ def _chain(exc: BaseException) -> Iterator[BaseException]:
 
 def _kind(exc: BaseException) -> FailureKind:
     if isinstance(exc, AllranksError):
-        return FailureKind.USER
+        return FailureKind.STORAGE if exc.exit_code is ExitCode.STORAGE else FailureKind.USER
     if isinstance(exc, OSError) and exc.errno is not None:
         # By number alone: a broken connection to the hub is an OSError too, and no lost peer.
         return _ERRNOS.get(exc.errno, FailureKind.OTHER)

@@ -1,0 +1,81 @@
+"""The run directory's disk is full at the second save: all ranks stop, the first checkpoint stays and is resumed."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from runs import config_of, launch
+
+from allranks.train.checkpoint import CheckpointStore
+
+RANK = 256
+CHECKPOINT_BYTES = 3 * 4 * 2048 * RANK
+"""Adapter and AdamW's two moments of the tiny Llama, fp32: 2,048 trained parameters for each rank of the adapter."""
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system with room for one checkpoint and a half."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small file system needs root")
+    size = f"size={CHECKPOINT_BYTES * 3 // 2}"
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", size, "tmpfs", folder], capture_output=True, text=True)
+    if mounted.returncode != 0:
+        pytest.skip(f"a small file system can't be mounted here: {mounted.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+@pytest.mark.timeout(240)
+def test_a_disk_that_is_full_at_the_second_save(tiny_llama_dir: Path, small_disk: Path, tmp_path: Path) -> None:
+    config = config_of(
+        tiny_llama_dir,
+        tmp_path,
+        output__dir=str(small_disk),
+        output__name="full",
+        output__save_steps=2,
+        lora__r=RANK,
+        training__max_steps=5,
+    )
+    run = launch(config, tmp_path, profile="ddp", ranks=2)
+    assert run.status == 6, run.output
+    verdict = run.verdict
+    assert (verdict["reason"], verdict["exit_code"], verdict["step"]) == ("storage", 6, 4)
+    assert [event["step"] for event in run.events("save")] == [2]
+    assert [event["reason"] for rank in (0, 1) for event in run.events("stop", rank)] == ["storage", "storage"]
+
+    checkpoints = run.run_dir / "checkpoints"
+    head = f"the checkpoint of step 4 was not written to {checkpoints}/step-00000004-"
+    assert verdict["message"].startswith(head), verdict["message"]
+    assert "No space left on device" in verdict["message"]
+    assert re.search(r"needs 6\.0\d? MiB, free \d+(\.\d+)? [KM]iB", verdict["message"]), verdict["message"]
+    assert "still usable: the checkpoint of step 2" in verdict["message"]
+    assert f"exit code 6: storage at step 4: {head}" in run.output
+    assert "Traceback" not in run.output
+
+    store = CheckpointStore(run.run_dir, keep=2)
+    usable = store.latest()
+    assert usable is not None
+    assert (usable.step, usable.notes) == (2, ())
+    state, adapter, optimizer = store.load(usable)
+    assert (state.step, state.consumed) == (2, 16)
+    assert sum(tensor.numel() for tensor in adapter.values()) == 2048 * RANK
+    assert optimizer.keys() == adapter.keys()
+    assert [folder.name for folder in checkpoints.glob("step-*")] == [usable.folder]  # nothing half-written is left
+
+    # With space again, the same command goes on.
+    subprocess.run(["mount", "-o", f"remount,size={CHECKPOINT_BYTES * 6}", small_disk], check=True)
+    again = launch(config, tmp_path, profile="ddp", ranks=2)
+    assert again.status == 0, again.output
+    assert again.verdict["reason"] == "finished"
+    assert [event["step"] for event in again.events("resume")] == [2]
+    assert [event["step"] for event in again.events("step") if event["launch"] == 2] == [3, 4, 5]
