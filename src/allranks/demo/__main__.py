@@ -35,8 +35,8 @@ from allranks.train.data_cache import default_cache_dir
 from allranks.units import human_seconds
 
 FAULT_STEP = 3
-SHOWN_KINDS = ("fee", "label")
-"""The first evaluation sample of each of these kinds is asked before and after."""
+SHOWN = (("fee", 0), ("label", 1))
+"""Evaluation samples that are asked before and after: kind, and which of that kind."""
 
 RUN_YAML = """\
 # Written by `python -m allranks.demo`. What each key means: allranks config show --resolved {file}
@@ -172,7 +172,7 @@ def run_yaml(config_file: Path, model_dir: Path, data_dir: Path, runs: Path, ste
 def shown_questions() -> list[Instruction]:
     """The evaluation samples whose answers are shown."""
     _, evaluation = generate()
-    return [next(sample for sample in evaluation if sample.kind == kind) for kind in SHOWN_KINDS]
+    return [[sample for sample in evaluation if sample.kind == kind][index] for kind, index in SHOWN]
 
 
 def run_command(words: Sequence[str], runs: Path) -> tuple[Path, int]:
