@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from allranks.data.cache import default_cache_dir
 from allranks.demo.model import ensure_smollm2
-from allranks.train.data_cache import default_cache_dir
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"

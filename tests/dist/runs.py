@@ -163,6 +163,7 @@ def launch(
     ranks: int,
     inject: tuple[str, ...] = (),
     more: tuple[str, ...] = (),
+    timeout_s: float = TIMEOUT_S,
 ) -> Finished:
     """Run `allranks run` or `allranks drill` to its end."""
     argv, run_dir = command(config, folder, profile=profile, ranks=ranks, inject=inject, more=more)
@@ -172,7 +173,7 @@ def launch(
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=TIMEOUT_S,
+        timeout=timeout_s,
         cwd=folder,
         check=False,
     )

@@ -47,7 +47,7 @@ def tensors_at(step: int) -> tuple[dict[str, Any], dict[str, Any]]:
 def write_forever(run_dir: Path, dies_before_call: int) -> None:
     """What a launch does: resume from the newest checkpoint, clear up, then save step after step."""
     from allranks.caps import Caps
-    from allranks.train.checkpoint import CheckpointStore, TrainState
+    from allranks.checkpoints.store import CheckpointStore, TrainState
 
     told = os.open(run_dir / PUBLISHED, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     if dies_before_call:
@@ -100,7 +100,7 @@ def verify(run_dir: Path) -> dict[str, Any]:
     """What a fresh launch finds: step, whether it is all there, notes, and folders that do not count."""
     import torch
 
-    from allranks.train.checkpoint import CheckpointStore
+    from allranks.checkpoints.store import CheckpointStore
 
     store = CheckpointStore(run_dir, keep=2)
     ref = store.latest()
@@ -141,7 +141,7 @@ def serve(run_dir: Path) -> None:
     import safetensors.torch  # noqa: F401
     import torch
 
-    import allranks.train.checkpoint  # noqa: F401
+    import allranks.checkpoints.store  # noqa: F401
 
     torch.set_num_threads(1)
     answer = sys.stdout

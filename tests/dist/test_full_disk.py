@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from runs import config_of, launch
 
-from allranks.train.checkpoint import CheckpointStore
+from allranks.checkpoints.store import CheckpointStore
 
 RANK = 256
 CHECKPOINT_BYTES = 3 * 4 * 2048 * RANK

@@ -20,7 +20,7 @@ import torch
 from runs import Finished, command, config_of, environment, launch
 
 from allranks.events import read_events
-from allranks.train.checkpoint import CheckpointStore
+from allranks.checkpoints.store import CheckpointStore
 
 STEPS = 40
 SAVE_STEPS = 3

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from allranks.data.formats import Chat, PromptCompletion, Sample
+from allranks.data.tokenise import SampleTokeniser
+from allranks.data.tokens import IGNORED_LABEL, Tokens
 from allranks.train.answers import ShortAnswer, greedy_answers, short_answer, special_ids
-from allranks.train.data_tokenise import SampleTokeniser
-from allranks.train.formats import Chat, PromptCompletion, Sample
-from allranks.train.tokens import IGNORED_LABEL, Tokens
 
 END, PAD = 90, 91
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from allranks.train.order import SampleOrder
+from allranks.batches.order import SampleOrder
 
 
 def order_of(

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from allranks.batches.split import Cost, Split, split
 from allranks.caps import Caps
-from allranks.train.split import Cost, Split, split
 
 
 @dataclass(frozen=True)

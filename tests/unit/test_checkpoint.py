@@ -23,11 +23,9 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from allranks.caps import Caps
-from allranks.config.schema import RunConfig
-from allranks.errors import ExitCode, UserError
-from allranks.plan.plan import PLAN_FILE, Plan
-from allranks.train.adapter_files import by_peft_key, peft_key
-from allranks.train.checkpoint import (
+from allranks.checkpoints.adapter_files import by_peft_key, peft_key
+from allranks.checkpoints.durable import FileRecord, tensor_file_bytes, tensor_file_chunks, write_file
+from allranks.checkpoints.store import (
     CheckpointRef,
     CheckpointStore,
     StorageError,
@@ -36,7 +34,9 @@ from allranks.train.checkpoint import (
     check_tensors,
     tied_names,
 )
-from allranks.train.durable import FileRecord, tensor_file_bytes, tensor_file_chunks, write_file
+from allranks.config.schema import RunConfig
+from allranks.errors import ExitCode, UserError
+from allranks.plan.plan import PLAN_FILE, Plan
 
 LORA = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.default.weight"
 ROOT_ONLY = pytest.mark.skipif(os.geteuid() != 0, reason="mounting a file system needs root")
@@ -250,7 +250,7 @@ def test_files_of_another_version_are_refused(run_dir: Path) -> None:
 def test_launcher_reads_checkpoints_without_torch(run_dir: Path) -> None:
     save(CheckpointStore(run_dir, keep=1), 5)
     code = (
-        "import sys; from pathlib import Path; from allranks.train.checkpoint import CheckpointStore; "
+        "import sys; from pathlib import Path; from allranks.checkpoints.store import CheckpointStore; "
         "store = CheckpointStore(Path(sys.argv[1]), keep=1); ref = store.latest(); store.saved_plan(ref); "
         "print(ref.step, 'torch' in sys.modules)"
     )

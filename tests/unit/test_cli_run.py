@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from allranks.caps import Caps
+from allranks.checkpoints.state import TrainState
+from allranks.checkpoints.store import CheckpointStore
 from allranks.config.load import load_run_config
 from allranks.errors import ExitCode, ProblemsError
 from allranks.launch.destination import destination
 from allranks.plan.plan import PLAN_FILE, Plan
 from allranks.rundir import launch_lock
-from allranks.train.checkpoint import CheckpointStore
-from allranks.train.train_state import TrainState
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 

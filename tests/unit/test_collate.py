@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from allranks.train.collate import pad_batch
-from allranks.train.tokens import Tokens
+from allranks.data.collate import pad_batch
+from allranks.data.tokens import Tokens
 
 PAD = 2
 """Also the EOS that ends the samples."""

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from allranks.config.schema import DataConfig
+from allranks.data.prepare import DataRequest, PreparedData, prepare
+from allranks.data.tokens import FlatTokens, token_set, truncated_targets
 from allranks.errors import ProblemsError
-from allranks.train.data import DataRequest, PreparedData, prepare
-from allranks.train.tokens import FlatTokens, token_set, truncated_targets
 
 REAL_DATA = Path(__file__).resolve().parents[2].parent / "shared/data"
 
@@ -286,7 +286,7 @@ def test_targets_are_counted_shifted_and_within_max_length(monkeypatch):
     lengths = rng.integers(1, 9, 500).tolist()
     many = flat(lengths, rng.integers(0, 2, sum(lengths)).tolist())
     at_once = truncated_targets(many, 6)
-    monkeypatch.setattr("allranks.train.tokens._BLOCK", 7)
+    monkeypatch.setattr("allranks.data.tokens._BLOCK", 7)
     assert truncated_targets(many, 6).tolist() == at_once.tolist()
     starts = np.cumsum(lengths) - lengths
     by_hand = [

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from allranks.data.cache import CachedSet, EntryWriter, default_cache_dir, entry_dir, read_entry
 from allranks.errors import ProblemsError
-from allranks.train.data_cache import CachedSet, EntryWriter, default_cache_dir, entry_dir, read_entry
 
 
 def write(folder: Path, first_id: int = 0, rows: tuple[int, ...] = (1, 4)) -> CachedSet:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from allranks.data.labels import class_of, find_classes
 from allranks.errors import ProblemsError
-from allranks.train.data_labels import class_of, find_classes
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from pathlib import Path
 import datasets
 import pytest
 
+from allranks.data.sources import Source, open_source
 from allranks.errors import ProblemsError
-from allranks.train.data_sources import Source, open_source
 
 
 def written(folder: Path, name: str, content: str | bytes) -> str:

@@ -8,9 +8,9 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from allranks.data.formats import BadSampleError, Chat, Labelled, Plain, PromptCompletion
+from allranks.data.tokenise import Encoded, SampleTokeniser, tokenizer_fingerprint
 from allranks.errors import ProblemsError
-from allranks.train.data_tokenise import Encoded, SampleTokeniser, tokenizer_fingerprint
-from allranks.train.formats import BadSampleError, Chat, Labelled, Plain, PromptCompletion
 
 CHATML = (
     "{% for message in messages %}<s>{{ message['role'] }}\n{{ message['content'] }}</s>\n{% endfor %}"

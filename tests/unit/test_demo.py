@@ -136,10 +136,10 @@ def test_data_alone(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_failing_micro_batch_holds_several_samples(smollm2_dir: Path, tmp_path: Path) -> None:
     """Else there would be nothing to shrink: the seed in the configuration sees to it."""
-    from allranks.train.data import DataRequest, prepare
+    from allranks.batches.order import SampleOrder
+    from allranks.batches.split import split
+    from allranks.data.prepare import DataRequest, prepare
     from allranks.train.model import load_tokenizer
-    from allranks.train.order import SampleOrder
-    from allranks.train.split import split
 
     write_data(tmp_path / "demo-data")
     file = tmp_path / "demo.yaml"

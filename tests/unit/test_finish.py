@@ -22,12 +22,12 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from allranks.checkpoints.adapter_files import tied_names
+from allranks.checkpoints.final import Outcome, model_card, write_adapter
+from allranks.checkpoints.store import StorageError
 from allranks.config.schema import RunConfig
 from allranks.errors import ExitCode
 from allranks.plan.plan import Plan
-from allranks.train.adapter_files import tied_names
-from allranks.train.checkpoint import StorageError
-from allranks.train.finish import Outcome, model_card, write_adapter
 
 IDS = torch.arange(2, 14).reshape(2, -1)
 VOCABULARY = 64

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from allranks.config.schema import DataConfig
-from allranks.errors import ProblemsError
-from allranks.train.formats import (
+from allranks.data.formats import (
     BadSampleError,
     Chat,
     Format,
@@ -19,6 +18,7 @@ from allranks.train.formats import (
     find_format,
     sample_of,
 )
+from allranks.errors import ProblemsError
 
 
 def config(**keys: Any) -> DataConfig:

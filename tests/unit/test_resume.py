@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from allranks.checkpoints.resume import FREE_KEYS, RESUME_KEYS, fingerprint_difference, resume_differences, resume_notes
 from allranks.config.schema import RunConfig
 from allranks.plan.plan import Plan
-from allranks.train.resume import FREE_KEYS, RESUME_KEYS, fingerprint_difference, resume_differences, resume_notes
 
 BASE: dict[str, dict[str, Any]] = {"model": {"name_or_path": "base"}, "data": {"train": "train.jsonl"}}
 

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 
+from allranks.batches.split import Cost
 from allranks.caps import Caps
+from allranks.data.tokens import FlatTokens, token_set
 from allranks.environment import rank_environment
 from allranks.errors import ExitCode, StopTraining
 from allranks.train.process import Rank
 from allranks.train.scoring import Bench
-from allranks.train.split import Cost
-from allranks.train.tokens import FlatTokens, token_set
 
 LENGTHS = np.array([3, 5, 2, 7, 4, 2, 6], dtype=np.int64)
 CLASSES = np.array([0, 1, 1, 0, 2, 1, 2], dtype=np.int64)

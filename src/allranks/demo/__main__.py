@@ -23,6 +23,7 @@ from rich.table import Table
 
 from allranks import environment
 from allranks.cli.app import build_app
+from allranks.data.cache import default_cache_dir
 from allranks.demo.answers import load_base, replies, with_adapter
 from allranks.demo.instructions import Instruction, generate, write_data
 from allranks.demo.model import ensure_smollm2
@@ -31,7 +32,6 @@ from allranks.events import read_events
 from allranks.plan.hardware import detect
 from allranks.plan.plan import PLAN_FILE
 from allranks.report.screens import caps_words
-from allranks.train.data_cache import default_cache_dir
 from allranks.units import human_seconds
 
 FAULT_STEP = 3

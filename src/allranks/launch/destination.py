@@ -7,11 +7,11 @@ from itertools import count
 from pathlib import Path
 from typing import Literal
 
+from allranks.checkpoints.resume import resume_differences
+from allranks.checkpoints.store import CheckpointStore
 from allranks.config.schema import RunConfig
 from allranks.errors import Problem, ProblemsError
 from allranks.plan.plan import PLAN_FILE
-from allranks.train.checkpoint import CheckpointStore
-from allranks.train.resume import resume_differences
 
 
 @dataclass(frozen=True, kw_only=True)

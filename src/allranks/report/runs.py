@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from allranks.checkpoints.store import CHECKPOINTS_DIR
 from allranks.errors import UserError
 from allranks.events import EVENTS_DIR, read_events
 from allranks.plan.plan import PLAN_FILE, Plan
 from allranks.rundir import is_held, next_launch
-from allranks.train.checkpoint import CHECKPOINTS_DIR
 from allranks.train.schedule import total_steps
 from allranks.verdict import VERDICT_FILE, Reason, Verdict, read_verdict
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from allranks.train.collate import pad_batch
-from allranks.train.tokens import IGNORED_LABEL, Tokens
+from allranks.data.collate import pad_batch
+from allranks.data.tokens import IGNORED_LABEL, Tokens
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import torch
 
-from allranks.train.collate import pad_batch
+from allranks.batches.split import split
+from allranks.data.collate import pad_batch
 from allranks.train.context import Context
 from allranks.train.job import Job
 from allranks.train.loss import weighted_loss
-from allranks.train.split import split
 from allranks.train.together import Attempt, together
 
 

@@ -6,12 +6,12 @@ import time
 
 import torch
 
+from allranks.checkpoints.adapter_files import ADAPTER_FILE, peft_key
+from allranks.checkpoints.final import ADAPTER_DIR, Outcome, model_card, write_adapter
+from allranks.data.collate import pad_batch
 from allranks.errors import ExitCode, StopTraining
 from allranks.strategies.base import NamedTensors
-from allranks.train.adapter_files import ADAPTER_FILE, peft_key
-from allranks.train.collate import pad_batch
 from allranks.train.context import Context
-from allranks.train.finish import ADAPTER_DIR, Outcome, model_card, write_adapter
 from allranks.train.job import Job
 from allranks.train.together import Attempt, together
 from allranks.train.versions import versions

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from allranks.batches.order import SampleOrder
+from allranks.batches.split import Cost
+from allranks.checkpoints.store import CheckpointStore
+from allranks.data.prepare import PreparedData
 from allranks.strategies.base import Strategy
-from allranks.train.checkpoint import CheckpointStore
-from allranks.train.data import PreparedData
-from allranks.train.order import SampleOrder
 from allranks.train.scaler import LossScale
-from allranks.train.split import Cost
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
+from allranks.checkpoints.store import CheckpointRef, TrainState
 from allranks.strategies.base import NamedTensors, OptimizerState
-from allranks.train.checkpoint import CheckpointRef, TrainState
 from allranks.train.context import Context
 from allranks.train.job import Job
 from allranks.train.together import Attempt, together

@@ -9,16 +9,16 @@ from typing import Any, TypeVar
 
 import torch
 
+from allranks.batches.split import Cost, split
 from allranks.caps import Caps
 from allranks.coordinator.attempt import Success, run_attempt
+from allranks.data.collate import pad_batch
+from allranks.data.tokens import TokenSet
 from allranks.errors import ExitCode, StopTraining
 from allranks.train.answers import ShortAnswer, greedy_answers
-from allranks.train.collate import pad_batch
 from allranks.train.evaluate import summed_loss
 from allranks.train.process import Rank
-from allranks.train.split import Cost, split
 from allranks.train.together import print_traceback
-from allranks.train.tokens import TokenSet
 
 T = TypeVar("T")
 

@@ -6,31 +6,31 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from allranks.batches.order import SampleOrder
+from allranks.batches.split import Cost
 from allranks.caps import Caps
+from allranks.checkpoints.adapter_files import tied_names
+from allranks.checkpoints.resume import fingerprint_difference, resume_differences, resume_notes
+from allranks.checkpoints.store import CheckpointRef, CheckpointStore, check_optimizer, check_tensors
 from allranks.config.schema import RunConfig
 from allranks.coordinator.policy import PolicyState
+from allranks.data.prepare import DataRequest, PreparedData, prepare
 from allranks.errors import Problem, ProblemsError, UserError
 from allranks.plan.plan import Plan
 from allranks.strategies.base import Strategy
 from allranks.strategies.optim import EIGHT_BIT, build_optimizer
-from allranks.train.adapter_files import tied_names
 from allranks.train.base_check import (
     packed_weights,
     require_equal_on_all_ranks,
     require_intact,
     weights_seen_in_forward,
 )
-from allranks.train.checkpoint import CheckpointRef, CheckpointStore, check_optimizer, check_tensors
 from allranks.train.context import Context
-from allranks.train.data import DataRequest, PreparedData, prepare
 from allranks.train.job import Job, Position
 from allranks.train.model import ModelParts, load_model, load_tokenizer, model_max_length
-from allranks.train.order import SampleOrder
 from allranks.train.process import spread
-from allranks.train.resume import fingerprint_difference, resume_differences, resume_notes
 from allranks.train.scaler import LossScale
 from allranks.train.schedule import total_steps
-from allranks.train.split import Cost
 from allranks.train.together import Attempt, together
 
 

@@ -10,21 +10,21 @@ from typing import Any
 
 import torch
 
+from allranks.batches.split import Cost
+from allranks.checkpoints.adapter_files import ADAPTER_FILE, check_tensors, peft_key, tied_names
+from allranks.checkpoints.final import ADAPTER_DIR
+from allranks.checkpoints.store import CheckpointStore
 from allranks.config.schema import RunConfig
 from allranks.coordinator.failure import classify
+from allranks.data.prepare import DataRequest, PreparedData, prepare
 from allranks.errors import ExitCode, ProblemsError, StopTraining, UserError
 from allranks.plan.plan import Plan
-from allranks.train.adapter_files import ADAPTER_FILE, check_tensors, peft_key, tied_names
 from allranks.train.answers import ShortAnswer, short_answer, special_ids
-from allranks.train.checkpoint import CheckpointStore
-from allranks.train.data import DataRequest, PreparedData, prepare
-from allranks.train.finish import ADAPTER_DIR
 from allranks.train.model import load_model, load_tokenizer, model_max_length
 from allranks.train.process import Rank, join
 from allranks.train.quiet import quiet
 from allranks.train.scoring import Bench, Score
 from allranks.train.setup import first_caps
-from allranks.train.split import Cost
 
 Words = Callable[[str], None]
 

@@ -8,16 +8,16 @@ from dataclasses import dataclass
 
 import torch
 
+from allranks.batches.split import split
 from allranks.coordinator.agreement import ROW_WIDTH, vote_two
 from allranks.coordinator.attempt import Failed, run_attempt
 from allranks.coordinator.ballots import StepBallot, StepTally, StepVerdict, fingerprint
 from allranks.coordinator.policy import Stop, decide_step
+from allranks.data.collate import pad_batch
 from allranks.errors import StopTraining
-from allranks.train.collate import pad_batch
 from allranks.train.context import Context
 from allranks.train.job import Job
 from allranks.train.loss import weighted_loss
-from allranks.train.split import split
 from allranks.train.together import Attempt, print_traceback, stop_half_done, together
 
 MicroBatches = tuple[tuple[int, ...], ...]

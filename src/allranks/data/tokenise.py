@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from allranks.data.formats import BadSampleError, Chat, Labelled, PromptCompletion, Sample
 from allranks.errors import Problem, ProblemsError
-from allranks.train.formats import BadSampleError, Chat, Labelled, PromptCompletion, Sample
 
 _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 

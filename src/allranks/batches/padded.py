@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from operator import mul
 
-from allranks.train.split_deal import Batch, Piece, Ranks, deal_lightest, deal_rows
+from allranks.batches.deal import Batch, Piece, Ranks, deal_lightest, deal_rows
 
 _Span = tuple[int, int]
 """First item of a micro-batch and the one after its last."""

@@ -10,10 +10,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from allranks.config.schema import RunConfig
-from allranks.plan.plan import Plan
-from allranks.train.adapter_files import ADAPTER_CONFIG_FILE, ADAPTER_FILE, adapter_config_json, by_peft_key
-from allranks.train.durable import (
+from allranks.checkpoints.adapter_files import ADAPTER_CONFIG_FILE, ADAPTER_FILE, adapter_config_json, by_peft_key
+from allranks.checkpoints.durable import (
     StorageError,
     fsync_file,
     fsync_folder,
@@ -22,6 +20,8 @@ from allranks.train.durable import (
     tensor_file_chunks,
     write_file,
 )
+from allranks.config.schema import RunConfig
+from allranks.plan.plan import Plan
 from allranks.units import human_seconds
 
 if TYPE_CHECKING:

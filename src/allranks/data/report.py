@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from allranks.train.formats import Format
-from allranks.train.tokens import Int64s
+from allranks.data.formats import Format
+from allranks.data.tokens import Int64s
 
 PERCENTILES = (50, 90, 95, 99, 100)
 

@@ -11,14 +11,14 @@ from typing import Any, cast
 import numpy as np
 
 from allranks.config.schema import DataConfig
+from allranks.data.cache import CachedSet, EntryWriter, default_cache_dir, entry_dir, read_entry
+from allranks.data.formats import BadSampleError, Format, Sample, Task, columns_of, find_format, sample_of
+from allranks.data.labels import Classes, class_of, find_classes
+from allranks.data.report import DataReport, SetReport, Skipped, percentiles_of
+from allranks.data.sources import Source, open_source
+from allranks.data.tokenise import Encoded, SampleTokeniser, tokenizer_fingerprint
+from allranks.data.tokens import Int64s, TokenSet, token_set, truncated_targets
 from allranks.errors import Problem, ProblemsError
-from allranks.train.data_cache import CachedSet, EntryWriter, default_cache_dir, entry_dir, read_entry
-from allranks.train.data_labels import Classes, class_of, find_classes
-from allranks.train.data_report import DataReport, SetReport, Skipped, percentiles_of
-from allranks.train.data_sources import Source, open_source
-from allranks.train.data_tokenise import Encoded, SampleTokeniser, tokenizer_fingerprint
-from allranks.train.formats import BadSampleError, Format, Sample, Task, columns_of, find_format, sample_of
-from allranks.train.tokens import Int64s, TokenSet, token_set, truncated_targets
 
 Progress = Callable[[int, int], None]
 """Told the rows tokenised so far and an upper bound of all rows of the set."""

@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from allranks.caps import Caps
+from allranks.checkpoints.durable import FileRecord
 from allranks.errors import UserError
 from allranks.plan.plan import ProfileKind
-from allranks.train.durable import FileRecord
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,8 +11,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
+from allranks.data.files import Reader, csv_rows, json_rows, jsonl_rows, parquet_reader
 from allranks.errors import Problem, ProblemsError
-from allranks.train.data_files import Reader, csv_rows, json_rows, jsonl_rows, parquet_reader
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet")
 

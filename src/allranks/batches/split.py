@@ -1,7 +1,7 @@
 """Splitting one global batch into micro-batches over ranks: contract B4, a pure function.
 
 The problem is NP-hard; this is a heuristic for global batches of up to some thousand samples. The tests of
-`allranks.train.split` hold its distance to the lower bound on real mixes and to the true optimum of small cases.
+`allranks.batches.split` hold its distance to the lower bound on real mixes and to the true optimum of small cases.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from allranks.batches.deal import Batch, Ranks, slowest
+from allranks.batches.flat import fewest_flat_slots, flat_ranks
+from allranks.batches.padded import fewest_padded_slots, padded_ranks
 from allranks.caps import Caps
-from allranks.train.split_deal import Batch, Ranks, slowest
-from allranks.train.split_flat import fewest_flat_slots, flat_ranks
-from allranks.train.split_padded import fewest_padded_slots, padded_ranks
 
 MicroBatch = tuple[int, ...]
 """Positions in the global batch; none in a filler."""

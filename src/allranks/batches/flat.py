@@ -6,7 +6,7 @@ import heapq
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 
-from allranks.train.split_deal import Batch, Piece, Ranks, costliest_first, deal_lightest, deal_rows, slowest
+from allranks.batches.deal import Batch, Piece, Ranks, costliest_first, deal_lightest, deal_rows, slowest
 
 
 def fewest_flat_slots(batch: Batch) -> int:

@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from allranks.train.tokens import IGNORED_LABEL, Tokens
+from allranks.data.tokens import IGNORED_LABEL, Tokens
 
 
 def pad_batch(

@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from allranks import environment
+from allranks.data.tokens import FlatTokens
 from allranks.errors import Problem, ProblemsError
-from allranks.train.tokens import FlatTokens
 
 CACHE_VERSION = 1
 """Part of every key: raise it when samples become other tokens than before, or when the layout changes."""

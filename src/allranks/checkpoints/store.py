@@ -17,9 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from allranks.errors import UserError
-from allranks.plan.plan import PLAN_FILE, Plan
-from allranks.train.adapter_files import (
+from allranks.checkpoints.adapter_files import (
     ADAPTER_CONFIG_FILE,
     ADAPTER_FILE,
     adapter_config_json,
@@ -29,7 +27,7 @@ from allranks.train.adapter_files import (
     peft_key,
     tied_names,
 )
-from allranks.train.durable import (
+from allranks.checkpoints.durable import (
     FileRecord,
     StorageError,
     free_bytes,
@@ -41,7 +39,9 @@ from allranks.train.durable import (
     tensor_file_chunks,
     write_file,
 )
-from allranks.train.train_state import CheckpointRef, TrainState
+from allranks.checkpoints.state import CheckpointRef, TrainState
+from allranks.errors import UserError
+from allranks.plan.plan import PLAN_FILE, Plan
 
 if TYPE_CHECKING:
     import torch

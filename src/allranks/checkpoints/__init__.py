@@ -1,0 +1,1 @@
+"""What a run leaves on the disk so that it can go on, and the adapter at its end."""

@@ -1,0 +1,1 @@
+"""From files and sets to tokens and padded tensors."""
