@@ -95,13 +95,13 @@ def demo(
     out = Console(width=min(100, Console().width), highlight=False)
     data_dir = workdir / "demo-data"
     if data_only:
-        out.print("\n".join(map(str, write_data(data_dir))))
+        typer.echo("\n".join(map(str, write_data(data_dir))))
         return
+    _quieten()
     out.rule("[bold]1 · Model and data", align="left")
     config_file = prepare(workdir, data_dir, steps, out)
 
     out.rule("[bold]2 · Before", align="left")
-    _quieten()
     questions = shown_questions()
     base, tokenizer = load_base(_model_dir(out), detect().device)
     before = replies(base, tokenizer, questions)
