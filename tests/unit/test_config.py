@@ -9,6 +9,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from allranks.config.document import read_value
 from allranks.config.fields import key_specs, section_models
 from allranks.config.load import load_run_config, parse_run_config
 from allranks.config.render import given_yaml, reference_markdown, resolved_yaml
@@ -49,6 +50,16 @@ def test_scalars_are_those_of_yaml_1_2() -> None:
     assert config.training.learning_rate == 1e-4
     assert config.training.mixed_precision == "no"
     assert config.training.adam_epsilon == 1e-8
+
+
+@pytest.mark.parametrize(("text", "value"), [("010", 10), ("-0", 0), ("+8", 8), ("0x1f", 31), ("0o17", 15)])
+def test_whole_numbers_are_those_of_yaml_1_2(text: str, value: int) -> None:
+    assert read_value(text) == (value, None)
+
+
+@pytest.mark.parametrize("text", ["1:30", "1_000", "0b11", "0x", "yes", "2026-01-31"])
+def test_what_only_yaml_1_1_takes_for_more_than_a_text_is_a_text(text: str) -> None:
+    assert read_value(text) == (text, None)
 
 
 def test_empty_sections_and_null_for_optional_keys_are_accepted() -> None:
@@ -314,7 +325,7 @@ BAD_YAML = [
     ("a: 1\n---\nb: 2", "line 2, column 1", "is not valid YAML", None),
     ("a: !!python/name:os.system", "line 1, column 4", "is not valid YAML", None),
     ("a: \x01", "line 1", r"is not valid YAML: character '\x01' is not allowed", None),
-    ("a: 0x_", "the file", "is not valid YAML", None),
+    ("a: !!int x", "the file", "is not valid YAML", None),
     ("[" * 5000, "the file", "is not valid YAML: it is nested too deeply", None),
     ("- a", "line 1", "starts with ['a'], not with a key and a colon", None),
 ]
@@ -434,6 +445,12 @@ def test_resolved_yaml_has_every_key_and_loads_to_the_same_run(tmp_path: Path) -
     assert all(f"  {spec.name}: " in text or f"  {spec.name}:\n" in text for spec in key_specs().values())
     assert "  # Peak learning rate.\n  learning_rate: 1.0e-05\n" in text
     assert max(len(line) for line in text.splitlines()) <= 80
+
+
+@pytest.mark.parametrize("text", ["08", "1e5", "010", "0o17", "1_000", "1:30", "yes", "null", "2026-01-31", "<<"])
+def test_texts_that_look_like_something_else_stay_texts(text: str) -> None:
+    config = parse(MINIMAL + f"lora: {{target_modules: ['{text}']}}\n")
+    assert parse(resolved_yaml(config)) == parse(given_yaml(config)) == config
 
 
 def test_given_yaml_has_only_what_was_given() -> None:

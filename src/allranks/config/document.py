@@ -32,18 +32,24 @@ class Document:
 class CoreSchemaLoader(yaml.SafeLoader):
     """PyYAML's safe loader with the scalars of YAML 1.2.
 
-    PyYAML follows YAML 1.1, where ``1e-4`` is a text, ``no`` a boolean and ``2026-01-31`` a date.
+    PyYAML follows YAML 1.1, where ``1e-4`` is a text, ``no`` a boolean, ``010`` the number 8, ``1:30`` 90, and
+    ``2026-01-31`` a date.
     """
 
 
 CoreSchemaLoader.yaml_implicit_resolvers = {
     first: [
-        (tag, pattern) for tag, pattern in resolvers if tag.rpartition(":")[2] not in {"bool", "float", "timestamp"}
+        (tag, pattern)
+        for tag, pattern in resolvers
+        if tag.rpartition(":")[2] not in {"bool", "int", "float", "timestamp"}
     ]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 CoreSchemaLoader.add_implicit_resolver(
     "tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")
+)
+CoreSchemaLoader.add_implicit_resolver(  # before the float's, whose pattern fits whole numbers too
+    "tag:yaml.org,2002:int", re.compile(r"^(?:[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)$"), list("-+0123456789")
 )
 CoreSchemaLoader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
@@ -52,6 +58,27 @@ CoreSchemaLoader.add_implicit_resolver(
     ),
     list("-+.0123456789"),
 )
+
+
+def _integer(loader: CoreSchemaLoader, node: yaml.ScalarNode) -> int:
+    text = loader.construct_scalar(node)
+    return int(text, {"0o": 8, "0x": 16}.get(text[:2], 10))
+
+
+CoreSchemaLoader.add_constructor("tag:yaml.org,2002:int", _integer)
+
+
+class CoreSchemaDumper(yaml.SafeDumper):
+    """Writes plain only what PyYAML and `CoreSchemaLoader` both read as it was: the text ``1e5`` gets quotes."""
+
+
+CoreSchemaDumper.yaml_implicit_resolvers = {
+    first: [
+        *yaml.SafeDumper.yaml_implicit_resolvers.get(first, []),
+        *CoreSchemaLoader.yaml_implicit_resolvers.get(first, []),
+    ]
+    for first in (*yaml.SafeDumper.yaml_implicit_resolvers, *CoreSchemaLoader.yaml_implicit_resolvers)
+}
 
 
 def read_document(text: str, loader: type[yaml.SafeLoader] = CoreSchemaLoader) -> Document:
@@ -95,7 +122,7 @@ def _load(text: str, loader: type[yaml.SafeLoader]) -> tuple[yaml.Node | None, A
         what = f"character {chr(error.character)!r} is not allowed"
     except RecursionError:
         what = "it is nested too deeply"
-    except (ValueError, AttributeError) as error:  # how PyYAML's constructors fail on `0x_` or `!!timestamp x`
+    except (ValueError, AttributeError) as error:  # how PyYAML's constructors fail on `!!int x` or `!!timestamp x`
         what = str(error)
     return None, None, Problem(path=where, message=f"is not valid YAML: {what}", fix=fix)
 

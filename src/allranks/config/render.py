@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from allranks.config.document import shown
+from allranks.config.document import CoreSchemaDumper, shown
 from allranks.config.fields import KeySpec, key_specs, section_models
 from allranks.config.schema import RunConfig
 
@@ -36,7 +36,7 @@ def resolved_yaml(config: RunConfig) -> str:
 
 
 def _yaml(values: dict[str, Any]) -> str:
-    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=10_000)
+    return yaml.dump(values, Dumper=CoreSchemaDumper, sort_keys=False, allow_unicode=True, width=10_000)
 
 
 _INTRODUCTION = """\
