@@ -34,6 +34,9 @@ KINDS: dict[str, tuple[str, ...]] = {
 """The kinds of event and the fields that each has besides the common ones."""
 
 
+_COMMON = ("v", "time", "rank", "launch", "kind")
+
+
 class EventLog:
     """Appends events of one rank; each line is written and flushed at once."""
 
@@ -65,14 +68,20 @@ class EventLog:
 
 
 def read_events(run_dir: Path, rank: int = 0) -> Iterator[dict[str, Any]]:
-    """The events of one rank, oldest first; a last line cut short by a kill is left out."""
+    """The events of one rank, oldest first; lines that a kill or a bad disk left incomplete are left out."""
     path = run_dir / EVENTS_DIR / f"rank{rank}.jsonl"
     if not path.exists():
         return
-    with path.open(encoding="utf-8") as lines:
+    with path.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
             if line.endswith("\n") and line.strip():
                 try:
-                    yield json.loads(line)
-                except json.JSONDecodeError:
+                    event = json.loads(line)
+                except ValueError:
                     continue  # a kill cut the line; the next launch appended after it
+                if _is_whole(event):
+                    yield event
+
+
+def _is_whole(event: object) -> bool:
+    return isinstance(event, dict) and {*_COMMON, *KINDS.get(str(event.get("kind")), ())} <= event.keys()

@@ -130,6 +130,26 @@ def command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     return int(leaving.value.code or 0)
 
 
+DAMAGED = [
+    b"\xff\xfe\x00",
+    b"null",
+    b"3",
+    b"{}",
+    b'{"kind": "step"}',
+    b'{"v": 1, "time": 1.0, "rank": 0, "launch": 1, "kind": "log", "step": 4}',
+]
+
+
+@pytest.mark.parametrize("line", DAMAGED)
+def test_a_damaged_event_is_left_out(line: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(tmp_path).launch().data().steps(1)
+    with (run.dir / "events" / "rank0.jsonl").open("ab") as file:
+        file.write(line + b"\n")
+    run.steps(2)
+    assert read_run(run.dir).step == 2
+    assert command(monkeypatch, "show", str(run.dir)) == ExitCode.OK
+
+
 # --- reading ---------------------------------------------------------------------------------------------------------
 
 
