@@ -15,9 +15,10 @@ from allranks.caps import Caps
 from allranks.checkpoints.state import TrainState
 from allranks.checkpoints.store import CheckpointStore
 from allranks.config.load import load_run_config
-from allranks.errors import ExitCode, ProblemsError
+from allranks.errors import ExitCode, ProblemsError, UserError
 from allranks.launch.destination import destination
 from allranks.plan.plan import PLAN_FILE, Plan
+from allranks.plan.planner import run_directory
 from allranks.rundir import launch_lock
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -177,6 +178,9 @@ def test_a_run_directory_that_cannot_be_made_is_refused(allranks: Command) -> No
         (("--name", "a/b"), "output.name: 'a/b' is not the name of a run (--set)"),
         (("--gpus", "0"), "--gpus: 0 is not a number of ranks"),
         (("--set", "training.learning_rat=1"), "nearest: training.learning_rate"),
+        (("--set", "output.dir=run.yaml"), "run.yaml/run can't be made or used: Not a directory"),
+        (("--set", "output.dir=run.yaml", "--resume", "never"), "run can't be made or used: Not a directory"),
+        (("--set", 'output.dir="a\\0b"'), "can't be made or used: embedded null byte"),
     ],
 )
 def test_what_is_wrong_is_said_before_anything_starts(
@@ -348,6 +352,19 @@ def test_never_takes_the_first_free_name(folder: Path) -> None:
     goal = destination(wanted, config, "never")
     assert (goal.run_dir.name, goal.recorded_global_batch) == ("run-3", None)
     assert destination(wanted.with_name("new"), config, "never").notes == ()
+
+
+@pytest.mark.parametrize(("name", "word"), [("run.yaml", "it is not a folder"), ("n" * 300, "File name too long")])
+def test_what_can_be_no_run_directory_is_refused(name: str, word: str, folder: Path) -> None:
+    config = load_run_config(folder / "run.yaml")
+    for resume in ("auto", "never"):
+        with pytest.raises(UserError, match=f"{name} can't be made or used: {word}"):
+            destination(folder / name, config, resume)
+
+
+def test_the_home_of_an_unknown_user_is_an_ordinary_folder(folder: Path) -> None:
+    config = load_run_config(folder / "run.yaml", ["output.dir=~nobody-of-that-name/runs"])
+    assert run_directory(config, folder / "run.yaml") == Path("~nobody-of-that-name/runs/run").absolute()
 
 
 def test_must_needs_a_checkpoint(folder: Path) -> None:

@@ -218,7 +218,7 @@ class CheckpointStore:
         """
         try:
             return Plan.from_json((self.path(ref) / PLAN_FILE).read_text(encoding="utf-8"))
-        except (ValueError, TypeError, KeyError) as error:
+        except (OSError, ValueError, TypeError, KeyError) as error:
             raise UserError(
                 f"the plan of the checkpoint {self.path(ref)} does not suit this version of allranks: {error}\n"
                 "    fix: resume with the version that wrote it, or start anew with --resume never"

@@ -42,7 +42,7 @@ def resolve_paths(
         if not isinstance(value, str) or not value:
             continue
         # Path.resolve would follow a symbolic link, and with it lose the suffix that tells the kind of file.
-        place = Path(os.path.abspath(base(path) / _expanded(value)))  # noqa: PTH100
+        place = Path(os.path.abspath(base(path) / expanded(value)))  # noqa: PTH100
         if _exists(place):
             resolved[section][key] = str(place)
         elif _looks_like_a_path(value):
@@ -58,7 +58,8 @@ def resolve_paths(
     return resolved, problems
 
 
-def _expanded(value: str) -> Path:
+def expanded(value: str) -> Path:
+    """`value` as a path, its ``~`` replaced where that user is known."""
     try:
         return Path(value).expanduser()
     except RuntimeError:  # the home of an unknown user

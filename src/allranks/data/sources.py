@@ -11,6 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
+from allranks.config.paths import expanded
 from allranks.data.files import Reader, csv_rows, json_rows, jsonl_rows, parquet_reader
 from allranks.errors import Problem, ProblemsError
 
@@ -55,7 +56,7 @@ def open_source(name: str, *, split: str, key: str) -> Source:
     Raises:
         ProblemsError: there is no such set, it is empty, or it is corrupt.
     """
-    path = Path(name).expanduser()
+    path = expanded(name)
     if name == "-" or "://" in name or (path.exists() and not path.is_file() and not path.is_dir()):
         message = (
             f"{name!r} is a stream, which has no fingerprint and no end to count: the order would not be repeatable"

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
+from stat import S_ISDIR
 from typing import Literal
 
 from allranks.checkpoints.resume import resume_differences
 from allranks.checkpoints.store import CheckpointStore
 from allranks.config.schema import RunConfig
-from allranks.errors import Problem, ProblemsError
+from allranks.errors import Problem, ProblemsError, UserError
 from allranks.plan.plan import PLAN_FILE
 
 
@@ -38,9 +39,11 @@ def destination(wanted: Path, config: RunConfig, resume: Literal["auto", "never"
         resume: ``auto`` and ``must`` go on in `wanted`; ``never`` takes the first free of ``wanted``, ``wanted-2``, ….
 
     Raises:
+        UserError: `wanted` can't be a folder.
         ProblemsError: `wanted` holds a checkpoint of another run, or ``must`` finds none.
         StorageError: there are checkpoints, but not one is usable.
     """
+    _refuse_an_impossible_place(wanted)
     if resume == "never":
         free = _first_free(wanted)
         notes = (f"{wanted.name} exists and is left alone: this run is {free.name}",) if free != wanted else ()
@@ -66,3 +69,19 @@ def destination(wanted: Path, config: RunConfig, resume: Literal["auto", "never"
 def _first_free(wanted: Path) -> Path:
     candidates = (wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}") for number in count(1))
     return next(path for path in candidates if not (path / PLAN_FILE).exists())
+
+
+def _refuse_an_impossible_place(wanted: Path) -> None:
+    """A folder that is not there yet is fine; a file in its place or above it, or a name that is too long, is not."""
+    try:
+        word = None if S_ISDIR(wanted.stat().st_mode) else "it is not a folder"
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        word = error.strerror
+    except ValueError as error:  # a null byte
+        word = str(error)
+    if word is not None:
+        raise UserError(
+            f"the run directory {wanted} can't be made or used: {word}\n    fix: give another output.dir or --name"
+        )

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from allranks.config.paths import expanded
 from allranks.config.schema import RunConfig, TrainingConfig
 from allranks.errors import Problem, ProblemsError
 from allranks.plan.hardware import Hardware
@@ -19,7 +20,7 @@ SMOKE_STEPS = 3
 
 def run_directory(config: RunConfig, config_file: Path) -> Path:
     """Absolute path of the run directory: ``output.dir`` from the working directory, then the run's name."""
-    return Path(config.output.dir).expanduser().absolute() / (config.output.name or config_file.stem)
+    return expanded(config.output.dir).absolute() / (config.output.name or config_file.stem)
 
 
 def make_plan(

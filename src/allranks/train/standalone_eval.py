@@ -14,6 +14,7 @@ from allranks.batches.split import Cost
 from allranks.checkpoints.adapter_files import ADAPTER_FILE, check_tensors, peft_key, tied_names
 from allranks.checkpoints.final import ADAPTER_DIR
 from allranks.checkpoints.store import CheckpointStore
+from allranks.config.paths import expanded
 from allranks.config.schema import RunConfig
 from allranks.coordinator.failure import classify
 from allranks.data.prepare import DataRequest, PreparedData, prepare
@@ -190,7 +191,7 @@ def _config_of(plan: Plan, request: EvalRequest) -> RunConfig:
             f"{request.run_dir}: the run has no evaluation set (data.eval), and --data names none\n"
             f"    fix: allranks eval {request.run_dir} --data FILE"
         )
-    if request.split is not None and Path(name).expanduser().is_file():
+    if request.split is not None and expanded(name).is_file():
         raise UserError(
             f"--split {request.split}: {name} is a file, which has no splits\n"
             "    fix: leave --split out, or name a hub id or a folder saved by `datasets` with --data"
