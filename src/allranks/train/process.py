@@ -127,6 +127,11 @@ def join(profile: ProfileKind, precision: str) -> Rank:
         raise UserError(
             f"profile {profile} runs on several ranks, and there is one\n    fix: --profile single, or --gpus 2"
         )
+    if profile.startswith("zero") and not cuda:
+        import deepspeed
+
+        # Else DeepSpeed compiles it when it starts: that needs ninja and a C++ compiler, and a kill leaves a lock.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     # With cpu=True accelerate ignores DeepSpeed; without it, it finds the CPU itself.
     cpu = not cuda and not profile.startswith("zero")
     accelerator = Accelerator(cpu=cpu, mixed_precision=precision, kwargs_handlers=handlers)
