@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -89,9 +90,7 @@ def launch_lock(run_dir: Path) -> Iterator[str | None]:
         # Append mode: opening must not wipe the holder's name before we know whether it still holds the lock.
         file = (run_dir / LAUNCH_LOCK).open("a+", encoding="utf-8")
     except OSError as error:
-        raise UserError(
-            f"the run directory {run_dir} can't be written: {error.strerror}\n    fix: give another output.dir"
-        ) from error
+        raise unwritable(f"the run directory {run_dir}", error) from error
     with file:
         word = None
         try:
@@ -110,10 +109,19 @@ def launch_lock(run_dir: Path) -> Iterator[str | None]:
                 f"{run_dir}: ranks of an earlier launch, whose launcher was killed, are still saving and leaving\n"
                 "    fix: wait a minute, or give this run another --name"
             )
-        file.truncate(0)
-        file.write(f"pid {os.getpid()} on {socket.gethostname()}\n")
-        file.flush()
+        try:
+            file.truncate(0)
+            # Past the buffer: what a full disk refuses would be tried again, and fail again, when the file is closed.
+            os.write(file.fileno(), f"pid {os.getpid()} on {socket.gethostname()}\n".encode())
+        except OSError as error:
+            raise unwritable(f"the run directory {run_dir}", error) from error
         yield word
+
+
+def unwritable(what: str, error: OSError) -> UserError:
+    """The error for a part of the run directory that can't be written before anything has started."""
+    room = "make room, or " if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+    return UserError(f"{what} can't be written: {error.strerror}\n    fix: {room}give another output.dir")
 
 
 def _take(file: TextIO) -> None:

@@ -170,6 +170,25 @@ def test_a_run_directory_that_cannot_be_made_is_refused(allranks: Command) -> No
 
 
 @pytest.mark.parametrize(
+    ("name", "make", "message"),
+    [
+        ("logs", Path.touch, "/runs/run/logs/launch-0001 can't be written: Not a directory"),
+        ("stop.request", Path.mkdir, "/runs/run/stop.request can't be written: Is a directory"),
+        ("plan.json", Path.mkdir, "/runs/run/plan.json can't be written: Is a directory"),
+    ],
+)
+def test_a_run_directory_with_something_else_in_it_is_refused(
+    name: str, make: Callable[[Path], None], message: str, allranks: Command, folder: Path
+) -> None:
+    (folder / "runs" / "run").mkdir(parents=True)
+    make(folder / "runs" / "run" / name)
+    done = allranks("run", "run.yaml", "--profile", "ddp")
+    assert done.returncode == ExitCode.USAGE
+    assert f"{message}\n    fix: give another output.dir" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
     ("words", "message"),
     [
         (("--resume", "must"), "--resume must: there is no checkpoint to go on from"),

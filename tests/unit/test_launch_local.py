@@ -16,6 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from allranks.errors import ExitCode, UserError
+from allranks.launch import local
+from allranks.launch.command import LaunchRequest
 from allranks.launch.local import _stop_signals
 from allranks.launch.logs import Console, LineSplitter, RankLogs, last_lines
 from allranks.launch.outcome import Death, agreed, before_report, first_death, unexplained
@@ -184,6 +186,33 @@ def test_last_lines_of_a_log(tmp_path: Path) -> None:
 
 
 # --- run directory ---------------------------------------------------------------------------------------------------
+
+
+def test_a_full_disk_refuses_the_lock_with_a_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_descriptor: int, _data: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", full)
+        with (
+            pytest.raises(UserError, match="No space left on device\n    fix: make room, or give"),
+            launch_lock(tmp_path),
+        ):
+            pass
+    with launch_lock(tmp_path):  # the refused one has let go of it
+        pass
+
+
+@pytest.mark.parametrize(("free", "code"), [(4096, ExitCode.STORAGE), (2**30, ExitCode.CRASH), (None, ExitCode.CRASH)])
+def test_who_dies_without_a_word_on_a_full_disk_had_no_room(
+    free: int | None, code: ExitCode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "free_bytes", lambda _path: free)
+    (tmp_path / "launcher.log").touch()
+    request = LaunchRequest(argv=("x",), env={}, unset=(), log_dir=tmp_path)
+    outcome = local._outcome(tmp_path, request, 1, None)
+    assert outcome.exit_code is code
+    assert ("is full (4 KiB free)" in outcome.message) == (code is ExitCode.STORAGE)
 
 
 def test_launches_are_numbered_from_one_and_never_reused(tmp_path: Path) -> None:

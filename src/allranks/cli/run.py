@@ -25,7 +25,7 @@ from allranks.plan.hardware import detect
 from allranks.plan.plan import PLAN_FILE, Injection, Plan
 from allranks.plan.planner import make_plan, run_directory
 from allranks.profiles import load_profile
-from allranks.rundir import launch_lock, next_launch, replace_text
+from allranks.rundir import launch_lock, next_launch, replace_text, unwritable
 
 ProfileName = Annotated[
     str,
@@ -163,7 +163,7 @@ def start(plan: Plan, *, grace_s: float) -> Outcome:
         try:
             replace_text(run_dir / PLAN_FILE, plan.to_json())
         except OSError as error:
-            raise UserError(f"{run_dir / PLAN_FILE} can't be written: {error.strerror}") from error
+            raise unwritable(str(run_dir / PLAN_FILE), error) from error
         ranks = f"{plan.world_size} {plan.device} rank{'s' if plan.world_size > 1 else ''}"
         console.line(
             f"allranks: {plan.name} · launch {launch} · {plan.profile_kind} on {ranks} · "

@@ -12,22 +12,27 @@ import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
 
 from allranks import environment
+from allranks.checkpoints.durable import free_bytes
 from allranks.errors import ExitCode
 from allranks.launch.command import LaunchRequest
 from allranks.launch.logs import LAUNCHER_LOG, Console, RankLogs
 from allranks.launch.outcome import Outcome, agreed, killed_on_request, unexplained
 from allranks.launch.processes import Tree, adopting_orphans, end_with_parent
-from allranks.rundir import discard_stop_request, request_stop
-from allranks.units import human_seconds
+from allranks.rundir import discard_stop_request, request_stop, unwritable
+from allranks.units import human_bytes, human_seconds
 from allranks.verdict import discard_verdict, read_verdict
 
 GRACE_S = 120.0
 """Default time for the ranks to finish their step, save and leave."""
+
+_FULL_DISK_BYTES = 64 * 1024
+"""With less, not even logs can be written, and nobody is left to say so."""
 
 _POLL_S = 0.2
 _SAME_WISH_S = 0.5
@@ -50,10 +55,17 @@ def run(
 
     Returns:
         How it ended. With a verdict the ranks agreed on it, whatever the exit status of accelerate.
+
+    Raises:
+        UserError: the run directory can't be written; nothing was started.
     """
-    discard_verdict(run_dir)
-    discard_stop_request(run_dir)
-    request.log_dir.mkdir(parents=True, exist_ok=True)
+    try:
+        discard_verdict(run_dir)
+        discard_stop_request(run_dir)
+        request.log_dir.mkdir(parents=True, exist_ok=True)
+        (request.log_dir / LAUNCHER_LOG).touch()
+    except OSError as error:
+        raise unwritable(str(error.filename or run_dir), error) from error
     logs = RankLogs(request.log_dir, world_size, console)
     with adopting_orphans(), _stop_signals() as signals:
         tree = Tree()
@@ -188,4 +200,9 @@ def _outcome(run_dir: Path, request: LaunchRequest, status: int, killed: str | N
         return agreed(verdict)
     if killed is not None:
         return killed_on_request(killed)
-    return unexplained(status, request.log_dir)
+    outcome = unexplained(status, request.log_dir)
+    free = free_bytes(run_dir)
+    if outcome.exit_code is ExitCode.CRASH and free is not None and free < _FULL_DISK_BYTES:
+        word = f"the disk of {run_dir} is full ({human_bytes(free)} free)\n    fix: make room, then run this again"
+        return replace(outcome, exit_code=ExitCode.STORAGE, message=f"{outcome.message}; {word}")
+    return outcome
