@@ -62,12 +62,18 @@ def request_stop(run_dir: Path, reason: str) -> None:
 
 
 def stop_requested(run_dir: Path) -> str | None:
-    """The reason of a pending stop request, e.g. ``SIGTERM``; None without one."""
+    """The reason of a pending stop request, e.g. ``SIGTERM``; None without one.
+
+    A file without a reason counts too: a person made it with `touch`, or is just writing it.
+    """
     try:
-        text = (run_dir / STOP_REQUEST).read_text(encoding="utf-8")
-    except FileNotFoundError:
+        text = (run_dir / STOP_REQUEST).read_text(encoding="utf-8", errors="replace")
+    except OSError:  # it isn't there, or a shared file system hiccups, which must not end a run
         return None
-    return str(json.loads(text)["reason"])
+    try:
+        return str(json.loads(text)["reason"])
+    except (ValueError, TypeError, KeyError):
+        return STOP_REQUEST
 
 
 def discard_stop_request(run_dir: Path) -> None:

@@ -188,6 +188,12 @@ def test_last_lines_of_a_log(tmp_path: Path) -> None:
 # --- run directory ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("content", [b"", b"stop", b"[]", b"null", b"{}", b'{"reason"', b"\xff"])
+def test_any_file_of_that_name_is_a_stop_request(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / STOP_REQUEST).write_bytes(content)
+    assert stop_requested(tmp_path) == STOP_REQUEST
+
+
 def test_a_full_disk_refuses_the_lock_with_a_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(_descriptor: int, _data: bytes) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
