@@ -150,6 +150,17 @@ def test_a_damaged_event_is_left_out(line: bytes, tmp_path: Path, monkeypatch: p
     assert command(monkeypatch, "show", str(run.dir)) == ExitCode.OK
 
 
+@pytest.mark.parametrize("name", ["plan.json", "verdict.json", "events/rank0.jsonl", "events/rank1.jsonl"])
+def test_one_run_that_cannot_be_read_hides_no_other(name: str, tmp_path: Path) -> None:
+    Run(tmp_path, "good").launch()
+    bad = Run(tmp_path, "bad").launch()
+    (bad.dir / name).unlink(missing_ok=True)
+    (bad.dir / name).mkdir()
+    reports, unreadable = find_runs(tmp_path)
+    assert [report.plan.name for report in reports] == ["good"]
+    assert [line.partition(" can't")[0] for line in unreadable] == [f"{bad.dir}: {bad.dir / name}"]
+
+
 # --- reading ---------------------------------------------------------------------------------------------------------
 
 

@@ -135,18 +135,20 @@ def read_run(run_dir: Path) -> RunReport:
     """Read one run directory.
 
     Raises:
-        UserError: it is none, or another version of allranks wrote it.
+        UserError: it is none, it can't be read, or another version of allranks wrote it.
     """
     try:
         plan = Plan.read(run_dir)
         verdict = read_verdict(run_dir)
+        events, incidents = list(read_events(run_dir)), _incidents(run_dir)
     except FileNotFoundError:
         raise UserError(
             f"{run_dir}: not a run directory (no {PLAN_FILE} in it)\n    fix: list the runs with `allranks runs`"
         ) from None
+    except OSError as error:  # of another user, for one
+        raise UserError(f"{run_dir}: {error.filename} can't be read: {error.strerror}") from error
     except (ValueError, TypeError, KeyError) as error:
         raise UserError(f"{run_dir}: can't be read by this version of allranks: {error}") from error
-    events = list(read_events(run_dir))
     launches = next_launch(run_dir) - 1
     latest = {event["kind"]: event for event in events}
     data = latest.get("data")
@@ -164,7 +166,7 @@ def read_run(run_dir: Path) -> RunReport:
         model=latest.get("model"),
         logs=logs,
         evaluations=_committed(events, "eval"),
-        incidents=_incidents(run_dir),
+        incidents=incidents,
         saves=tuple(e for e in events if e["kind"] == "save" and (run_dir / CHECKPOINTS_DIR / e["path"]).is_dir()),
         verdict=verdict,
     )
