@@ -19,8 +19,8 @@ import pytest
 import torch
 from runs import Finished, command, config_of, environment, launch
 
-from allranks.events import read_events
 from allranks.checkpoints.store import CheckpointStore
+from allranks.events import read_events
 
 STEPS = 40
 SAVE_STEPS = 3
@@ -45,9 +45,9 @@ class Kill:
 
 
 def _drawn(kills: int, seed: int) -> list[Kill]:
-    """Moments in the order of the run, each kind as often as the others; the first has a checkpoint behind it."""
+    """Moments in the order of the run, each kind as often as the others; there is a save before and after each."""
     rng = random.Random(seed)
-    steps = sorted(rng.sample(range(SAVE_STEPS + 1, STEPS - SAVE_STEPS - 1), kills))
+    steps = sorted(rng.sample(range(SAVE_STEPS + 1, STEPS - 4 * SAVE_STEPS), kills))
     kinds = ["step", "save", "load"] * (kills // 3 + 1)
     # A load is killed only in a launch that has something to resume.
     kinds = [kinds[0], *rng.sample(kinds[1:kills], kills - 1)] if kills > 1 else ["save"]
