@@ -19,7 +19,7 @@ class ExitCode(IntEnum):
     DIVERGED = 4
     """Loss or gradient norm was not finite."""
     RANK_LOST = 5
-    """A rank died without a word (SIGKILL, exit in native code) or stopped answering."""
+    """A rank died without a word (SIGKILL, exit in native code)."""
     STORAGE = 6
     """A checkpoint could not be written (disk full, permissions); the previous one is usable."""
     INTERRUPTED = 75

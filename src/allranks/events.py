@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from os import SEEK_END
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -44,7 +45,7 @@ class EventLog:
         folder = run_dir / EVENTS_DIR
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"rank{rank}.jsonl"
-        cut_by_a_kill = path.exists() and not path.read_bytes().endswith(b"\n")
+        cut_by_a_kill = path.exists() and not _ends_a_line(path)
         self._file: TextIO = path.open("a", encoding="utf-8", buffering=1)
         if cut_by_a_kill:
             self._file.write("\n")
@@ -65,6 +66,14 @@ class EventLog:
     def close(self) -> None:
         """Close the file; nothing is written afterwards."""
         self._file.close()
+
+
+def _ends_a_line(path: Path) -> bool:
+    with path.open("rb") as file:
+        if file.seek(0, SEEK_END) == 0:
+            return True
+        file.seek(-1, SEEK_END)
+        return file.read() == b"\n"
 
 
 def read_events(run_dir: Path, rank: int = 0) -> Iterator[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 import textwrap
@@ -12,7 +13,7 @@ import typer
 
 from allranks import __version__
 from allranks.cli import config, drill, evaluate, profiles, run, runs
-from allranks.errors import AllranksError
+from allranks.errors import AllranksError, ExitCode
 
 COMMANDS: tuple[Callable[[typer.Typer], None], ...] = (
     run.register,
@@ -62,6 +63,13 @@ def main() -> None:
     except AllranksError as error:
         print(_fitted(str(error)), file=sys.stderr)
         sys.exit(error.exit_code)
+    except OSError as error:
+        if error.filename is not None:
+            raise  # a file of ours: the traceback says where
+        # Standard output is full or gone; the interpreter would fail once more when it flushes it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print(f"allranks: the output can't be written: {error.strerror}", file=sys.stderr)
+        sys.exit(ExitCode.CRASH)
 
 
 def _fitted(message: str) -> str:

@@ -10,6 +10,9 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+MAX_COUNT = 2**31 - 1
+"""The largest count that the libraries beneath take everywhere."""
+
 
 class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, strict=True, allow_inf_nan=False)
@@ -25,7 +28,7 @@ class ModelConfig(_Section):
         "causal-lm", description="Head of the model, loss, and LoRA preset."
     )
     num_labels: int | None = Field(
-        None, ge=2, description="Classes of sequence-classification; default: found in the data."
+        None, ge=2, le=MAX_COUNT, description="Classes of sequence-classification; default: found in the data."
     )
     trust_remote_code: bool = Field(False, description="Run Python code that comes with the model.")
     attn_implementation: Literal["sdpa", "eager"] = Field("sdpa", description="Attention kernel of transformers.")
@@ -52,7 +55,7 @@ class QuantizationConfig(_Section):
 class LoraConfig(_Section):
     """The adapter: the fields of PEFT's LoraConfig."""
 
-    r: int = Field(16, ge=1, description="Rank of the adapter.")
+    r: int = Field(16, ge=1, le=MAX_COUNT, description="Rank of the adapter.")
     lora_alpha: float | None = Field(None, gt=0, description="Scaling numerator; default 2·r.")
     lora_dropout: float = Field(0.0, ge=0.0, lt=1.0, description="Dropout on the adapter's input.")
     target_modules: Literal["auto", "all-linear"] | list[str] = Field(
@@ -80,37 +83,54 @@ class DataConfig(_Section):
     text_column: str = Field("text", description="Column of plain text.")
     label_column: str = Field("label", description="Column of the class, for sequence-classification.")
     completion_only_loss: bool = Field(True, description="Loss on completions and assistant turns only.")
-    max_length: Literal["auto"] | Annotated[int, Field(ge=8)] = Field(
+    max_length: Literal["auto"] | Annotated[int, Field(ge=8, le=MAX_COUNT)] = Field(
         "auto", description="Tokens per sample; auto is the 95th percentile of the training set."
     )
-    max_length_cap: int = Field(4096, ge=8, description="Hard cap on max_length, in tokens.")
+    max_length_cap: int = Field(4096, ge=8, le=MAX_COUNT, description="Hard cap on max_length, in tokens.")
     on_bad_sample: Literal["skip", "refuse"] = Field(
         "skip", description="Samples that are empty or have no target: skip and list them, or stop."
     )
-    max_samples: int | None = Field(None, ge=1, description="Use only the first so many training samples.")
+    max_samples: int | None = Field(
+        None, ge=1, le=MAX_COUNT, description="Use only the first so many training samples."
+    )
 
 
 class TrainingConfig(_Section):
     """Optimisation: the fields of transformers' TrainingArguments."""
 
-    num_train_epochs: int = Field(1, ge=1, description="Passes over the training set.")
-    max_steps: int | None = Field(None, ge=1, description="Stop after so many optimizer steps, whatever the epochs.")
-    global_batch_size: int | None = Field(
-        None, ge=1, description="Samples of one optimizer step over all ranks; memory never changes it."
+    num_train_epochs: int = Field(1, ge=1, le=MAX_COUNT, description="Passes over the training set.")
+    max_steps: int | None = Field(
+        None, ge=1, le=MAX_COUNT, description="Stop after so many optimizer steps, whatever the epochs."
     )
-    per_device_train_batch_size: int = Field(4, ge=1, description="Initial cap on samples per micro-batch.")
+    global_batch_size: int | None = Field(
+        None, ge=1, le=MAX_COUNT, description="Samples of one optimizer step over all ranks; memory never changes it."
+    )
+    per_device_train_batch_size: int = Field(
+        4, ge=1, le=MAX_COUNT, description="Initial cap on samples per micro-batch."
+    )
     gradient_accumulation_steps: int | None = Field(
-        None, ge=1, description="Micro-steps per step at the first launch; default: 1, or what global_batch_size needs."
+        None,
+        ge=1,
+        le=MAX_COUNT,
+        description="Micro-steps per step at the first launch; default: 1, or what global_batch_size needs.",
     )
     max_tokens_per_micro_batch: int | None = Field(
-        None, ge=8, description="Cap on tokens (padding included) per micro-batch; default: no cap but the samples'."
+        None,
+        ge=8,
+        le=MAX_COUNT,
+        description="Cap on tokens (padding included) per micro-batch; default: no cap but the samples'.",
     )
     per_device_eval_batch_size: int | None = Field(
-        None, ge=1, description="Cap on samples per evaluation micro-batch; default: half the training cap."
+        None,
+        ge=1,
+        le=MAX_COUNT,
+        description="Cap on samples per evaluation micro-batch; default: half the training cap.",
     )
     learning_rate: float = Field(2e-4, gt=0, description="Peak learning rate.")
     lr_scheduler_type: Literal["cosine", "linear", "constant"] = Field("cosine", description="Schedule after warm-up.")
-    warmup_steps: int | None = Field(None, ge=0, description="Steps of linear warm-up; default: 3 % of all steps.")
+    warmup_steps: int | None = Field(
+        None, ge=0, le=MAX_COUNT, description="Steps of linear warm-up; default: 3 % of all steps."
+    )
     weight_decay: float = Field(0.0, ge=0, description="AdamW's decoupled weight decay.")
     adam_beta1: float = Field(0.9, ge=0, lt=1, description="Decay of AdamW's first moment.")
     adam_beta2: float = Field(0.999, ge=0, lt=1, description="Decay of AdamW's second moment.")
@@ -127,18 +147,25 @@ class TrainingConfig(_Section):
         "token", description="Mean over the global batch's target tokens, or mean of per-sample means."
     )
     group_by_length_window: int = Field(
-        1, ge=1, description="Steps inside which samples are grouped by length; 1 keeps the plain shuffled order."
+        1,
+        ge=1,
+        le=MAX_COUNT,
+        description="Steps inside which samples are grouped by length; 1 keeps the plain shuffled order.",
     )
     seed: int = Field(42, ge=0, lt=2**32, description="Seed of order, dropout and adapter initialisation.")
-    logging_steps: int = Field(1, ge=1, description="Steps between log lines.")
-    eval_steps: int | None = Field(None, ge=1, description="Steps between evaluations; default: only at the end.")
+    logging_steps: int = Field(1, ge=1, le=MAX_COUNT, description="Steps between log lines.")
+    eval_steps: int | None = Field(
+        None, ge=1, le=MAX_COUNT, description="Steps between evaluations; default: only at the end."
+    )
     eval_on_start: bool = Field(False, description="Evaluate before the first step too.")
 
 
 class OomConfig(_Section):
     """What the ranks do together when one of them runs out of memory."""
 
-    max_retries_per_step: int = Field(16, ge=0, description="Retries of one global batch before the run stops.")
+    max_retries_per_step: int = Field(
+        16, ge=0, le=MAX_COUNT, description="Retries of one global batch before the run stops."
+    )
     stop_timeout_s: float = Field(
         60.0, gt=0, description="Seconds in which all ranks of fsdp and zero3 must have agreed to stop."
     )
@@ -149,8 +176,10 @@ class OutputConfig(_Section):
 
     dir: str = Field("runs", min_length=1, description="Folder that holds the run directories.")
     name: str | None = Field(None, description="Name of the run directory; default: the config file's name.")
-    save_steps: int | None = Field(50, ge=1, description="Steps between checkpoints; null: only when the run ends.")
-    save_total_limit: int = Field(2, ge=1, description="Complete checkpoints kept.")
+    save_steps: int | None = Field(
+        50, ge=1, le=MAX_COUNT, description="Steps between checkpoints; null: only when the run ends."
+    )
+    save_total_limit: int = Field(2, ge=1, le=MAX_COUNT, description="Complete checkpoints kept.")
 
 
 class RunConfig(_Section):

@@ -88,7 +88,8 @@ def run_attempt(
     # Only here, behind the except block, does the interpreter no longer hold the traceback: its frames hold
     # the activations that must go before the retry.
     classification = classify(failure)
-    message = f"{type(failure).__name__}: {failure}"[:MESSAGE_LIMIT]
+    # torch appends the C++ stack to some texts; the log has it.
+    message = f"{type(failure).__name__}: {failure}".partition("\nException raised from ")[0][:MESSAGE_LIMIT]
     if on_failure is not None:
         on_failure(failure)
     if not release(failure):

@@ -219,6 +219,10 @@ def _check_injections(
             wrong.append(f"there is no step {injection.step}; steps count from 1")
         if last_step is not None and injection.step > last_step:
             wrong.append(f"step {injection.step} is never reached: the run ends after {last_step}")
+        if injection.kind == "nan" and injection.phase not in ("forward", "backward"):
+            wrong.append(
+                f"nan spoils the loss of a step, which phase {injection.phase} has not; valid: forward, backward"
+            )
         if injection.times < 1:
             wrong.append(f"{injection.times} times is never")
         found.problems += [Problem(path="injection", message=message) for message in wrong]

@@ -56,7 +56,11 @@ def load_tokenizer(config: RunConfig) -> tuple[Any, tuple[str, ...]]:
             source, revision=config.model.revision, trust_remote_code=config.model.trust_remote_code
         )
     except (OSError, ValueError) as error:
-        raise UserError(f"model: no tokenizer at {source!r}: {_first_line(error)}") from error
+        raise UserError(
+            f"model: no usable tokenizer at {source!r}: {_first_line(error)}\n"
+            "    fix: name a hub id, or a folder with config.json and tokenizer.json, "
+            "or set model.tokenizer_name_or_path"
+        ) from error
     notes = []
     if tokenizer.pad_token is None:
         vocabulary = tokenizer.get_vocab()
