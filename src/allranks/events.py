@@ -7,6 +7,7 @@ the other fields belong to the kind and are listed in `KINDS`.
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Iterator
 from os import SEEK_END
@@ -51,6 +52,7 @@ class EventLog:
             self._file.write("\n")
         self._rank = rank
         self._launch = launch
+        self._said = False
 
     def write(self, kind: str, **fields: Any) -> None:
         """Append one event.
@@ -61,7 +63,13 @@ class EventLog:
         if kind not in KINDS or set(fields) != set(KINDS[kind]):
             raise ValueError(f"event {kind!r} with fields {sorted(fields)} does not match {KINDS.get(kind)}")
         common = {"v": EVENTS_VERSION, "time": time.time(), "rank": self._rank, "launch": self._launch, "kind": kind}
-        self._file.write(json.dumps({**common, **fields}) + "\n")
+        try:
+            self._file.write(json.dumps({**common, **fields}) + "\n")
+        except OSError as error:
+            # The record is not worth the run; the next save will say whether the run can go on.
+            if not self._said:
+                print(f"events are lost, {self._file.name}: {error.strerror}", file=sys.stderr)
+            self._said = True
 
     def close(self) -> None:
         """Close the file; nothing is written afterwards."""

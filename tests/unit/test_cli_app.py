@@ -151,7 +151,7 @@ def test_config_check(run_yaml: Path) -> None:
     assert answer.stdout == ""
     assert answer.stderr == (
         f"{run_yaml}: 2 problems\n"
-        "  lora.r: 0 is not an integer ≥ 1 (--set)\n"
+        "  lora.r: 0 is not an integer ≥ 1 and ≤ 2147483647 (--set)\n"
         "  training.sed: is not a key of allranks, with the value 1 (--set)\n"
         "      nearest: training.seed\n"
     )

@@ -82,7 +82,13 @@ BAD_VALUES = [
     ("quantization: {load_in_4bit: 1}", "1 is not valid", ("true", "false"), None, None),
     ("training: {optim: adamw_torch}", "'adamw_torch' is not valid", None, "adamw_torch_fused", None),
     ("training: {mixed_precision: fp32}", "'fp32' is not valid", ("auto", "bf16", "fp16", "no"), None, None),
-    ("training: {max_steps: -1}", "-1 is not an integer ≥ 1 or null", (), None, "write null, or leave the key out"),
+    (
+        "training: {max_steps: -1}",
+        "-1 is not an integer ≥ 1 and ≤ 2147483647 or null",
+        (),
+        None,
+        "write null, or leave the key out",
+    ),
     ("training: {seed: 1.5}", "1.5 is not an integer ≥ 0 and < 4294967296", (), None, None),
     ("training: {seed: true}", "true is not an integer ≥ 0 and < 4294967296", (), None, None),
     (

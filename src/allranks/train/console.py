@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from contextlib import suppress
 
 from allranks import environment
 from allranks.units import human_seconds
@@ -22,7 +23,9 @@ class Console:
 
     def say(self, message: str) -> None:
         """Print a line."""
-        print(message, flush=True)
+        # A log on a full disk must not end the run: the next save will say that the disk is full.
+        with suppress(OSError):
+            print(message, flush=True)
 
     def progress(self, message: str) -> None:
         """Replace the live line, on rank 0 under a launcher with a terminal; else nothing."""
