@@ -247,14 +247,15 @@ def test_the_shell_wrapper_runs_the_environment_of_the_checkout(tmp_path: Path) 
 def test_a_drill_runs_in_a_directory_of_its_own_and_tells_what_happened(allranks: Command, folder: Path) -> None:
     done = allranks(
         *("drill", "run.yaml", "--profile", "ddp"),
-        *("--inject", "rank=1,step=3,phase=backward,kind=oom,times=2", "--inject", "kind=nan,rank=0,step=1,phase=step"),
+        *("--inject", "rank=1,step=3,phase=backward,kind=oom,times=2"),
+        *("--inject", "kind=nan,rank=0,step=1,phase=forward"),
         FAKE_VERDICT="not_finite,4",
     )
     assert done.returncode == ExitCode.DIVERGED
     assert done.stderr.splitlines() == [
         "allranks: exit code 4: not_finite at step 3: as told",
         "drill: oom × 2 on rank 1 in backward of step 3: did not happen; the run ended: not finite at step 3",
-        "drill: nan on rank 0 in step of step 1: left no record; the run ended: not finite at step 3",
+        "drill: nan on rank 0 in forward of step 1: left no record; the run ended: not finite at step 3",
     ]
     plan = plan_in(folder, "run-drill")
     assert [(fault.rank, fault.kind, fault.times) for fault in plan.injections] == [(1, "oom", 2), (0, "nan", 1)]

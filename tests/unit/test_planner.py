@@ -223,3 +223,8 @@ def test_all_problems_come_together_with_those_of_the_profile() -> None:
             injections=[Injection(rank=1, step=1, phase="save", kind="oom")],
         )
     assert [problem.path for problem in caught.value.problems] == ["training.optim", "--profile", "injection"]
+
+
+def test_nan_spoils_a_loss_and_no_other_phase() -> None:
+    fault = Injection(rank=0, step=1, phase="save", kind="nan")
+    assert "valid: forward, backward" in str(problem_of(injections=[fault]))
