@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 
 from allranks.config.schema import TrainingConfig
+from allranks.plan.planner import SMOKE_STEPS
 
 WARMUP_RATIO = 0.03
-SMOKE_STEPS = 3
 
 
 def total_steps(config: TrainingConfig, steps_per_epoch: int, *, smoke: bool = False) -> int:
