@@ -23,7 +23,7 @@ class ExitCode(IntEnum):
     STORAGE = 6
     """A checkpoint could not be written (disk full, permissions); the previous one is usable."""
     INTERRUPTED = 75
-    """Stopped on request (SIGTERM, SIGINT) after saving; `allranks run --resume` goes on."""
+    """Stopped on request (SIGTERM, SIGINT); after saving, unless it was killed, which the message then says."""
 
 
 class AllranksError(Exception):

@@ -116,18 +116,8 @@ def launch_bare(config: dict[str, Any], folder: Path, *, profile: str, ranks: in
         str(ROOT / "profiles" / f"{profile}.yaml"),
     ]
     argv += ["--num_processes", str(ranks), "--main_process_port", str(free_port()), *worker, str(file)]
-    done = subprocess.run(
-        argv,
-        env=environment(ALLRANKS_TEST_OBSERVE=json.dumps(observe)),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=TIMEOUT_S,
-        cwd=folder,
-        check=False,
-    )
     run_dir = Path(config["output"]["dir"]) / name
-    return Finished(run_dir=run_dir, status=done.returncode, output=done.stdout)
+    return _to_the_end(argv, run_dir, folder, TIMEOUT_S, ALLRANKS_TEST_OBSERVE=json.dumps(observe))
 
 
 def command(
@@ -167,9 +157,13 @@ def launch(
 ) -> Finished:
     """Run `allranks run` or `allranks drill` to its end."""
     argv, run_dir = command(config, folder, profile=profile, ranks=ranks, inject=inject, more=more)
+    return _to_the_end(argv, run_dir, folder, timeout_s)
+
+
+def _to_the_end(argv: list[str], run_dir: Path, folder: Path, timeout_s: float, **variables: str) -> Finished:
     done = subprocess.run(
         argv,
-        env=environment(),
+        env=environment(**variables),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -224,6 +224,24 @@ class CheckpointStore:
                 "    fix: resume with the version that wrote it, or start anew with --resume never"
             ) from error
 
+    def state(self, ref: CheckpointRef) -> TrainState:
+        """The state of a checkpoint alone; its files are not verified (`latest` did).
+
+        Raises:
+            UserError: another version of allranks wrote it.
+        """
+        return TrainState.from_dict(self._described(ref)["state"])
+
+    def _described(self, ref: CheckpointRef) -> dict[str, Any]:
+        folder = self.path(ref)
+        described: dict[str, Any] = json.loads((folder / STATE_FILE).read_bytes())
+        if described["state_version"] != STATE_VERSION:
+            raise UserError(
+                f"checkpoint {folder} has state version {described['state_version']}, not {STATE_VERSION}\n"
+                "    fix: resume with the version of allranks that wrote it, or start anew with --resume never"
+            )
+        return described
+
     def load(
         self, ref: CheckpointRef
     ) -> tuple[TrainState, dict[str, torch.Tensor], dict[str, dict[str, torch.Tensor]]]:
@@ -242,12 +260,7 @@ class CheckpointStore:
                 f"checkpoint {folder} is damaged: {damage}\n"
                 "    fix: run again; the newest checkpoint that is whole is taken"
             )
-        described = json.loads((folder / STATE_FILE).read_bytes())
-        if described["state_version"] != STATE_VERSION:
-            raise UserError(
-                f"checkpoint {folder} has state version {described['state_version']}, not {STATE_VERSION}\n"
-                "    fix: resume with the version of allranks that wrote it, or start anew with --resume never"
-            )
+        described = self._described(ref)
         # From memory, not mapped from the file: the tensors outlive the folder, which a later prune removes.
         weights = load((folder / ADAPTER_FILE).read_bytes())
         adapter = {name: weights[key] for name, key in described["parameters"].items()}

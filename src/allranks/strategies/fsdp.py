@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from allranks.errors import UserError
 from allranks.strategies.base import NamedTensors, OptimizerState
-from allranks.strategies.optim import allocate_state
+from allranks.strategies.optim import allocate_state, set_learning_rate
 
 
 class Fsdp:
@@ -92,8 +92,7 @@ class Fsdp:
         if coefficient != 1.0:
             for p in self._named.values():
                 _local(p.grad).mul_(coefficient)
-        for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate
+        set_learning_rate(self._optimizer, learning_rate)
         self._optimizer.step()
 
     def train_mode(self, training: bool) -> None:

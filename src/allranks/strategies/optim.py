@@ -80,6 +80,12 @@ def allocate_state(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.
             optimizer.init_state(optimizer.param_groups[0], parameter, 0, index)  # type: ignore[attr-defined]
 
 
+def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
+    """The rate of the next step, for all parameters."""
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+
+
 def restore_state(state: dict[str, Any], saved: dict[str, torch.Tensor]) -> None:
     """Copy `saved` into the allocated `state` of one parameter, in place: paged memory stays paged."""
     for key, value in saved.items():

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from allranks.strategies.base import NamedTensors, OptimizerState
-from allranks.strategies.optim import allocate_state, on_cpu, restore_state
+from allranks.strategies.optim import allocate_state, on_cpu, restore_state, set_learning_rate
 
 
 class Replicated:
@@ -79,8 +79,7 @@ class Replicated:
     def step(self, learning_rate: float, coefficient: float) -> None:
         if coefficient != 1.0:
             self._flat.mul_(coefficient)
-        for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate
+        set_learning_rate(self._optimizer, learning_rate)
         self._optimizer.step()
 
     def train_mode(self, training: bool) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from allranks.strategies.base import NamedTensors, OptimizerState
-from allranks.strategies.optim import allocate_state, on_cpu, restore_state
+from allranks.strategies.optim import allocate_state, on_cpu, restore_state, set_learning_rate
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -126,8 +126,7 @@ class Zero:
             for group in self._zero.averaged_gradients.values():
                 for gradient in group or ():
                     gradient.mul_(coefficient)
-        for group in self._base.param_groups:
-            group["lr"] = learning_rate
+        set_learning_rate(self._base, learning_rate)
         self._engine.step()
 
     def train_mode(self, training: bool) -> None:

@@ -15,7 +15,7 @@ from allranks.plan.hardware import detect
 from allranks.plan.plan import PLAN_FILE, Plan
 from allranks.plan.planner import make_plan, run_directory
 from allranks.profiles import profile_from_values
-from allranks.rundir import STOP_REQUEST, launch_lock, launch_log_dir, next_launch, replace_text
+from allranks.rundir import discard_stop_request, launch_lock, launch_log_dir, next_launch, replace_text
 from allranks.train.process import Rank, configured_profile, join, joined_control
 from allranks.verdict import discard_verdict
 
@@ -61,7 +61,7 @@ def start_bare(config_file: Path, overrides: Sequence[str], held: ExitStack) -> 
             held.enter_context(launch_lock(run_dir))
             launch = next_launch(run_dir)
             launch_log_dir(run_dir, launch).mkdir(parents=True)
-            (run_dir / STOP_REQUEST).unlink(missing_ok=True)
+            discard_stop_request(run_dir)
             discard_verdict(run_dir)
             replace_text(run_dir / PLAN_FILE, plan.to_json())
             answer = str(launch)

@@ -119,7 +119,7 @@ def _checkpoint_to_resume(ctx: Context, store: CheckpointStore) -> CheckpointRef
         for word in ref.notes:
             ctx.note(word)
         saved = store.saved_plan(ref)
-        state = store.load(ref)[0]
+        state = store.state(ref)
         problems = resume_differences(saved.config, ctx.plan.config, recorded_global_batch_size=state.global_batch_size)
         if problems:
             raise ProblemsError(f"the checkpoint of step {ref.step} is of another run", problems)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import dataclass
 
 import torch
@@ -34,7 +33,6 @@ class Part:
         longest_tokens: tokens of the longest sample.
         losses: share of the global batch's loss per micro-batch, scalars on the device; not yet looked at.
         targets: target tokens.
-        seconds: time of forward and backward.
     """
 
     mine: MicroBatches
@@ -42,7 +40,6 @@ class Part:
     longest_tokens: int
     losses: list[torch.Tensor]
     targets: int
-    seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,10 +118,10 @@ def _split(ctx: Context, job: Job, ids: tuple[int, ...]) -> tuple[MicroBatches, 
 
 def _forward_backward(ctx: Context, job: Job, ids: tuple[int, ...], at: Attempt) -> Part:
     """This rank's micro-batches; their gradients add up in the strategy."""
-    began = time.monotonic()
     parts = _split(ctx, job, ids)
     mine = parts[ctx.rank.environment.rank]
     data = job.data.train
+    weights = _weights(ctx, job, ids)
     losses: list[torch.Tensor] = []
     job.strategy.train_mode(True)
     job.strategy.begin_step()
@@ -138,7 +135,8 @@ def _forward_backward(ctx: Context, job: Job, ids: tuple[int, ...], at: Attempt)
             fingerprint(ctx.plan.config.training.seed, at.key.step, micro_step, ctx.rank.environment.rank)
         )
         ctx.injector.at("forward", at.key.step, at.key.attempt)
-        losses.append(_micro_step(ctx, job, batch, _weights(ctx, job, ids, sample_ids), at))
+        # A filler's dummy has no target: any weight gives 0.
+        losses.append(_micro_step(ctx, job, batch, [weights[i] for i in sample_ids] or [0.0], at))
     at.phase, at.micro_step, at.sample_ids, at.tokens = "reserve", None, (), 0
     job.strategy.reserve()
     sizes = [(len(micro), max(int(data.lengths[i]) for i in micro)) for part in parts for micro in part if micro]
@@ -148,7 +146,6 @@ def _forward_backward(ctx: Context, job: Job, ids: tuple[int, ...], at: Attempt)
         longest_tokens=max(longest for _, longest in sizes),
         losses=losses,
         targets=sum(int(data.n_targets[i]) for micro in mine for i in micro),
-        seconds=time.monotonic() - began,
     )
 
 
@@ -168,12 +165,12 @@ def _micro_step(
     return loss.detach()
 
 
-def _weights(ctx: Context, job: Job, ids: tuple[int, ...], sample_ids: tuple[int, ...]) -> list[float]:
-    """Weight of each sample of a micro-batch in the loss of the global batch; of a filler's dummy, 0."""
+def _weights(ctx: Context, job: Job, ids: tuple[int, ...]) -> dict[int, float]:
+    """Weight of each sample in the loss of the global batch `ids`, by its id."""
     n_targets = job.data.train.n_targets
     if ctx.plan.config.training.loss_reduction == "sample":
-        return [1.0 / (int(n_targets[i]) * len(ids)) for i in sample_ids] or [0.0]
-    return [1.0 / int(n_targets[list(ids)].sum())] * max(1, len(sample_ids))
+        return {i: 1.0 / (int(n_targets[i]) * len(ids)) for i in ids}
+    return dict.fromkeys(ids, 1.0 / int(n_targets[list(ids)].sum()))
 
 
 def _reduce(ctx: Context, job: Job, step: int) -> float:
