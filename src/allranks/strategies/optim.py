@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -86,8 +86,23 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) ->
         group["lr"] = learning_rate
 
 
-def restore_state(state: dict[str, Any], saved: dict[str, torch.Tensor]) -> None:
-    """Copy `saved` into the allocated `state` of one parameter, in place: paged memory stays paged."""
+def saved_state(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """One parameter's state as tensors on the CPU; bitsandbytes counts the steps in a plain int."""
+    return {key: on_cpu(value) if torch.is_tensor(value) else torch.tensor(value) for key, value in state.items()}
+
+
+def restore_state(state: dict[str, Any], saved: Mapping[str, torch.Tensor], name: str) -> None:
+    """Copy `saved` into the allocated `state` of the parameter `name`, in place: paged memory stays paged.
+
+    Raises:
+        UserError: a field is missing, unknown, or of another shape; nothing was copied.
+    """
+    wanted, found = ({key: tuple(torch.as_tensor(v).shape) for key, v in of.items()} for of in (state, saved))
+    if wanted != found:
+        raise UserError(
+            f"the checkpoint's optimizer state of {name} has {found}, and this run's has {wanted}\n"
+            "    fix: resume with the training.optim of the first launch, or start anew with --resume never"
+        )
     for key, value in saved.items():
         if torch.is_tensor(state[key]):
             state[key].copy_(value)

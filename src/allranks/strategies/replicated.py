@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from allranks.strategies.base import NamedTensors, OptimizerState
-from allranks.strategies.optim import allocate_state, on_cpu, restore_state, set_learning_rate
+from allranks.strategies.optim import allocate_state, on_cpu, restore_state, saved_state, set_learning_rate
 
 
 class Replicated:
@@ -97,11 +97,8 @@ class Replicated:
         return {name: on_cpu(view) for name, view in self._views.items()}
 
     def optimizer_state(self) -> OptimizerState:
-        return {
-            name: {key: on_cpu(value) for key, value in self._optimizer.state[p].items() if torch.is_tensor(value)}
-            for name, p in self._named.items()
-        }
+        return {name: saved_state(self._optimizer.state[p]) for name, p in self._named.items()}
 
     def load_optimizer_state(self, state: OptimizerState) -> None:
         for name, p in self._named.items():
-            restore_state(self._optimizer.state[p], state[name])
+            restore_state(self._optimizer.state[p], state[name], name)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from allranks.strategies.base import NamedTensors, OptimizerState
-from allranks.strategies.optim import allocate_state, on_cpu, restore_state, set_learning_rate
+from allranks.strategies.optim import allocate_state, on_cpu, set_learning_rate
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -179,4 +179,4 @@ class Zero:
                 safe_set_full_optimizer_state(p, state[name][key].to(self._engine.device), key)
         step = next(iter(state.values()))["step"]
         for master in self._masters():
-            restore_state(self._base.state[master], {"step": step})
+            self._base.state[master]["step"].copy_(step)

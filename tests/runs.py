@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 OBSERVER = Path(__file__).with_name("observed_worker.py")
 TIMEOUT_S = 150
 
@@ -85,24 +85,33 @@ class Finished:
         return json.loads((self.run_dir / "verdict.json").read_text(encoding="utf-8"))
 
 
-def environment(**more: str) -> dict[str, str]:
+def environment(device: str = "cpu", **more: str) -> dict[str, str]:
+    """Of a run on CPU ranks, whatever GPUs the machine has, or on its GPUs."""
     env = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE", "FSDP", "PET_"))}
     return {
         **env,
         "OMP_NUM_THREADS": "1",
-        "DS_ACCELERATOR": "cpu",
-        "CUDA_VISIBLE_DEVICES": "",
+        "DS_ACCELERATOR": device,
+        **({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}),
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
         **more,
     }
 
 
-def launch_bare(config: dict[str, Any], folder: Path, *, profile: str, ranks: int, observe: dict[str, Any]) -> Finished:
+def launch_bare(
+    config: dict[str, Any],
+    folder: Path,
+    *,
+    profile: str,
+    ranks: int,
+    observe: dict[str, Any],
+    device: str = "cpu",
+) -> Finished:
     """`accelerate launch --config_file profiles/P.yaml`, with the observer as the worker.
 
     `profile` is a shipped one, or the absolute path of another file without its ending.
-    `observe` is what tests/dist/observed_worker.py shall do; empty: the plain worker.
+    `observe` is what tests/observed_worker.py shall do; empty: the plain worker.
     """
     name = config["output"].setdefault("name", profile)
     file = folder / f"{name}.yaml"
@@ -117,7 +126,7 @@ def launch_bare(config: dict[str, Any], folder: Path, *, profile: str, ranks: in
     ]
     argv += ["--num_processes", str(ranks), "--main_process_port", str(free_port()), *worker, str(file)]
     run_dir = Path(config["output"]["dir"]) / name
-    return _to_the_end(argv, run_dir, folder, TIMEOUT_S, ALLRANKS_TEST_OBSERVE=json.dumps(observe))
+    return _to_the_end(argv, run_dir, folder, TIMEOUT_S, environment(device, ALLRANKS_TEST_OBSERVE=json.dumps(observe)))
 
 
 def command(
@@ -140,7 +149,7 @@ def command(
         "--profile",
         profile,
     ]
-    argv += [] if profile == "single" else ["--gpus", str(ranks)]
+    argv += [] if Path(profile).stem.endswith("single") else ["--gpus", str(ranks)]
     argv += [word for fault in inject for word in ("--inject", fault)]
     return [*argv, *more], Path(config["output"]["dir"]) / (f"{name}-drill" if inject else name)
 
@@ -154,16 +163,17 @@ def launch(
     inject: tuple[str, ...] = (),
     more: tuple[str, ...] = (),
     timeout_s: float = TIMEOUT_S,
+    device: str = "cpu",
 ) -> Finished:
     """Run `allranks run` or `allranks drill` to its end."""
     argv, run_dir = command(config, folder, profile=profile, ranks=ranks, inject=inject, more=more)
-    return _to_the_end(argv, run_dir, folder, timeout_s)
+    return _to_the_end(argv, run_dir, folder, timeout_s, environment(device))
 
 
-def _to_the_end(argv: list[str], run_dir: Path, folder: Path, timeout_s: float, **variables: str) -> Finished:
+def _to_the_end(argv: list[str], run_dir: Path, folder: Path, timeout_s: float, env: dict[str, str]) -> Finished:
     done = subprocess.run(
         argv,
-        env=environment(**variables),
+        env=env,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

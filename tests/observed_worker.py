@@ -6,6 +6,7 @@ The environment variable ALLRANKS_TEST_OBSERVE holds a JSON object:
   twice: true; one sample of each global batch is taken twice by the rank that has it, and counted once.
   sharding: path; rank 0 writes what FSDP made of the model, and what a forward pass leaves of it (JSON).
   logits: path; rank 0 writes there what the trained model makes of the first training sample (safetensors).
+  loss_scale: the scale that fp16 starts with.
 """
 
 from __future__ import annotations
@@ -107,6 +108,10 @@ def main() -> int:
         _watch_sharding(wanted["sharding"])
     if "logits" in wanted:
         _keep_logits(wanted["logits"])
+    if "loss_scale" in wanted:
+        from allranks.train import scaler
+
+        scaler.INITIAL_SCALE = wanted["loss_scale"]
     for change in ("drop", "twice"):
         if wanted.get(change):
             _spoil(change)
