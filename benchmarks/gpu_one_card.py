@@ -2,9 +2,9 @@
 
     python benchmarks/gpu_one_card.py --shape llama3-8b --out benchmarks/results
 
-One run per profile. When a long sample comes up, the rank that has it lowers torch's memory fraction
-(benchmarks/limited_worker.py): the first time forward can't finish, the second time backward. `single`, `ddp` and
-`zero2` must go on, `zero3` and `fsdp` must stop on all ranks. The logits of a probe must be the same on every profile.
+One run per profile, two for those that stop. When a long sample comes up, the rank that has it lowers torch's memory
+fraction (benchmarks/limited_worker.py): the first time forward can't finish, the second time backward. `single`, `ddp`
+and `zero2` must go on, `zero3` and `fsdp` must stop on all ranks. The logits of a probe must be the same everywhere.
 Writes one JSON file: versions, the command, and one entry per run.
 """
 
@@ -52,6 +52,8 @@ GLOBAL_BATCH = 8
 LONG_TOKENS = 1400
 SHORT_TOKENS = (900, 1000)
 TIMEOUT_S = 300
+STOPPING = ("zero3", "fsdp")
+"""Profiles that stop at the first failure: one run for each phase."""
 CHARS_PER_TOKEN = {"llama3-8b": 1, "tiny": 1, "smollm2": 2}
 """The random models have a tokenizer of bytes; SmolLM2's makes about half as many tokens of random letters."""
 
@@ -96,24 +98,25 @@ class Bench:
         self.model, self.work, self.long_tokens = model, work, long_tokens
         self.runs: list[dict[str, Any]] = []
 
-    def run(self, profile: str) -> None:
-        """One run: a forward and a backward that do not fit, each on the rank that has the long sample."""
+    def run(self, profile: str, phases: list[str]) -> None:
+        """One run in which these phases do not fit, one after the other, each on the rank that has the long sample."""
         ranks = 1 if profile == "single" else 2
+        name = "-".join((profile, *phases))
         config = {
             "model": {"name_or_path": str(self.model)},
             "lora": {"r": 16},
             "data": {"train": str(self.work / "train.jsonl"), "max_length": self.long_tokens},
             "training": {"global_batch_size": GLOBAL_BATCH, "per_device_train_batch_size": 4},
             "oom": {"stop_timeout_s": 30},
-            "output": {"dir": str(self.work / "runs"), "name": profile, "save_steps": None},
+            "output": {"dir": str(self.work / "runs"), "name": name, "save_steps": None},
         }
-        shutil.rmtree(self.work / "runs" / profile, ignore_errors=True)
-        file = self.work / f"{profile}.yaml"
+        shutil.rmtree(self.work / "runs" / name, ignore_errors=True)
+        file = self.work / f"{name}.yaml"
         file.write_text(yaml.safe_dump(config), encoding="utf-8")
         wanted = {
-            "squeeze": ["forward", "backward"],
+            "squeeze": phases,
             "wide_tokens": int(0.9 * self.long_tokens),
-            "moments": str(self.work / f"{profile}.moments"),
+            "moments": str(self.work / f"{name}.moments"),
             "logits": str(self.work / f"{profile}.logits"),
         }
         argv = [sys.executable, "-m", "accelerate.commands.launch"]
@@ -125,7 +128,7 @@ class Bench:
             str(file),
         ]
         began = time.time()
-        with (self.work / f"{profile}.log").open("w", encoding="utf-8") as log:
+        with (self.work / f"{name}.log").open("w", encoding="utf-8") as log:
             status = subprocess.run(
                 argv,
                 env={**os.environ, "ALLRANKS_BENCH": json.dumps(wanted)},
@@ -136,7 +139,7 @@ class Bench:
             ).returncode
         entry = {"profile": profile, "ranks": ranks, "exit": status, "seconds": round(time.time() - began, 1)}
         self.runs.append(entry)
-        entry |= self._measured(self.work / "runs" / profile, range(ranks), Path(wanted["moments"]))
+        entry |= self._measured(self.work / "runs" / name, range(ranks), Path(wanted["moments"]))
         print(json.dumps(entry), flush=True)
 
     def _measured(self, run_dir: Path, ranks: range, moments: Path) -> dict[str, Any]:
@@ -217,9 +220,13 @@ def main() -> None:
 
     arguments.out.mkdir(parents=True, exist_ok=True)
     target = arguments.out / f"one-card-{arguments.shape}.json"
+    cases: list[tuple[str, list[str]]] = []
     for profile in arguments.profiles.split(","):
+        phases = [["forward"], ["backward"]] if profile in STOPPING else [["forward", "backward"]]
+        cases += [(profile, each) for each in phases]
+    for profile, phases in cases:
         try:
-            bench.run(profile)
+            bench.run(profile, phases)
         except Exception:
             traceback.print_exc()
             bench.runs.append({"profile": profile, "broken": traceback.format_exc()})

@@ -53,7 +53,13 @@ def wide_llama_dir(tiny_tokenizer: Any, folder: Path) -> Path:
 
 
 def _config(model: Path, folder: Path, name: str, **changes: Any) -> dict[str, Any]:
-    chosen = {"training__max_steps": STEPS, "training__learning_rate": 2e-4, "output__name": name, **changes}
+    chosen = {
+        "training__max_steps": STEPS,
+        "training__learning_rate": 2e-4,
+        "training__logging_steps": 1,
+        "output__name": name,
+        **changes,
+    }
     return config_of(model, folder, **chosen)
 
 
@@ -116,6 +122,8 @@ def test_fp16_gives_the_losses_of_bf16(
     assert not run.events("skipped_step"), run.events("skipped_step")
     assert run.committed() == in_bf16.committed()
     assert run.losses() == pytest.approx(in_bf16.losses(), rel=5e-3)
+    norms, expected = ([event["grad_norm"] for event in of.events("log")] for of in (run, in_bf16))
+    assert norms == pytest.approx(expected, rel=3e-2)
 
 
 def test_a_step_that_overflows_in_fp16_consumes_its_samples(

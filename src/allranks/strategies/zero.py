@@ -68,6 +68,7 @@ class Zero:
                 f"DeepSpeed runs stage {found} on {self._engine.dp_world_size} ranks, "
                 f"not stage {self._stage} on {self._world_size}"
             )
+        self._zero.torch_autocast_gradscaler = None  # fp16: the loop scales the loss, and once is enough
         if self._stage == 2:
             self._zero.compute_grad_norm = False  # `reduce` computed it; once more would be one more collective
         self._base = self._zero.optimizer
