@@ -162,12 +162,13 @@ def launch(
     ranks: int,
     inject: tuple[str, ...] = (),
     more: tuple[str, ...] = (),
+    more_env: dict[str, str] | None = None,
     timeout_s: float = TIMEOUT_S,
     device: str = "cpu",
 ) -> Finished:
     """Run `allranks run` or `allranks drill` to its end."""
     argv, run_dir = command(config, folder, profile=profile, ranks=ranks, inject=inject, more=more)
-    return _to_the_end(argv, run_dir, folder, timeout_s, environment(device))
+    return _to_the_end(argv, run_dir, folder, timeout_s, environment(device, **(more_env or {})))
 
 
 def _to_the_end(argv: list[str], run_dir: Path, folder: Path, timeout_s: float, env: dict[str, str]) -> Finished:

@@ -17,3 +17,8 @@ class Caps:
 
     max_samples: int
     max_tokens: int | None
+
+    def within(self, other: Caps) -> Caps:
+        """The smaller of the two in each respect."""
+        tokens = [cap for cap in (self.max_tokens, other.max_tokens) if cap is not None]
+        return Caps(max_samples=min(self.max_samples, other.max_samples), max_tokens=min(tokens, default=None))

@@ -26,6 +26,10 @@ class ExitCode(IntEnum):
     """Stopped on request (SIGTERM, SIGINT); after saving, unless it was killed, which the message then says."""
 
 
+RESPAWN_STATUS = 76
+"""What a rank returns to torchelastic to be started again with the others; `allranks` never returns it."""
+
+
 class AllranksError(Exception):
     """Base of every error that is shown to the user without a traceback."""
 

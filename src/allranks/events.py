@@ -1,6 +1,7 @@
 """One JSON-lines file per rank: what happened, in a versioned schema.
 
-Every line has ``v`` (schema version), ``time`` (Unix seconds), ``rank``, ``launch`` and ``kind``;
+Every line has ``v`` (schema version), ``time`` (Unix seconds), ``rank``, ``launch``, ``generation`` (restarts of the
+ranks within the launch) and ``kind``;
 the other fields belong to the kind and are listed in `KINDS`.
 """
 
@@ -14,7 +15,7 @@ from os import SEEK_END
 from pathlib import Path
 from typing import Any, TextIO
 
-EVENTS_VERSION = 1
+EVENTS_VERSION = 2
 EVENTS_DIR = "events"
 
 KINDS: dict[str, tuple[str, ...]] = {
@@ -27,6 +28,18 @@ KINDS: dict[str, tuple[str, ...]] = {
     "log": ("step", "loss", "grad_norm", "learning_rate", "tokens_per_s", "peak_bytes"),
     "failure": ("step", "phase", "failure", "message", "attempt", "sample_ids"),
     "retry": ("step", "attempt", "phase", "failed_rank", "caps"),
+    "respawn": (
+        "step",
+        "phase",
+        "failure",
+        "failed_rank",
+        "message",
+        "caps",
+        "resumed_step",
+        "abandoned_steps",
+        "used",
+        "max_respawns",
+    ),
     "skipped_step": ("step", "reason"),
     "eval": ("step", "loss", "samples", "target_tokens", "seconds"),
     "save": ("step", "path", "seconds", "bytes"),
@@ -36,13 +49,13 @@ KINDS: dict[str, tuple[str, ...]] = {
 """The kinds of event and the fields that each has besides the common ones."""
 
 
-_COMMON = ("v", "time", "rank", "launch", "kind")
+_COMMON = ("v", "time", "rank", "launch", "generation", "kind")
 
 
 class EventLog:
     """Appends events of one rank; each line is written and flushed at once."""
 
-    def __init__(self, run_dir: Path, rank: int, launch: int) -> None:
+    def __init__(self, run_dir: Path, rank: int, launch: int, generation: int = 0) -> None:
         folder = run_dir / EVENTS_DIR
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"rank{rank}.jsonl"
@@ -50,8 +63,7 @@ class EventLog:
         self._file: TextIO = path.open("a", encoding="utf-8", buffering=1)
         if cut_by_a_kill:
             self._file.write("\n")
-        self._rank = rank
-        self._launch = launch
+        self._place = {"rank": rank, "launch": launch, "generation": generation}
         self._said = False
 
     def write(self, kind: str, **fields: Any) -> None:
@@ -62,7 +74,7 @@ class EventLog:
         """
         if kind not in KINDS or set(fields) != set(KINDS[kind]):
             raise ValueError(f"event {kind!r} with fields {sorted(fields)} does not match {KINDS.get(kind)}")
-        common = {"v": EVENTS_VERSION, "time": time.time(), "rank": self._rank, "launch": self._launch, "kind": kind}
+        common = {"v": EVENTS_VERSION, "time": time.time(), **self._place, "kind": kind}
         try:
             self._file.write(json.dumps({**common, **fields}) + "\n")
         except OSError as error:

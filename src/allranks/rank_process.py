@@ -37,8 +37,8 @@ def redirect_output(log: Path) -> None:
 def follow_parent(grace_s: float) -> None:
     """End this process when the process that started it is gone, so that no rank is ever left alone.
 
-    A thread watches the parent's id. When it changes, the thread sends this process SIGTERM, which saves and leaves
-    as any other SIGTERM would, and `grace_s` seconds later SIGKILL.
+    A thread watches the parent's id. When it changes, the thread sends this process SIGINT, which saves and leaves,
+    and `grace_s` seconds later SIGKILL.
     """
     parent = os.getppid()
 
@@ -46,7 +46,7 @@ def follow_parent(grace_s: float) -> None:
         while os.getppid() == parent:
             time.sleep(_PARENT_POLL_S)
         print(f"the process that started this rank (pid {parent}) is gone: leaving", file=sys.stderr, flush=True)
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
         time.sleep(grace_s)
         os.kill(os.getpid(), signal.SIGKILL)
 

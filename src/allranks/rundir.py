@@ -144,6 +144,11 @@ def is_held(run_dir: Path) -> bool:
     return _locked(run_dir / LAUNCH_LOCK) or _ranks_alive(run_dir)
 
 
+def launcher_lives(run_dir: Path) -> bool:
+    """Whether a launcher holds the run directory; False too where the file system has no locks."""
+    return _locked(run_dir / LAUNCH_LOCK)
+
+
 def share_lock(descriptor: int) -> None:
     """Mark an open log as in use for as long as this process, or a child that writes to it, lives."""
     with suppress(OSError):  # a file system without locks

@@ -13,7 +13,7 @@ from pathlib import Path
 import yaml
 
 from allranks import environment
-from allranks.config.schema import DataConfig, ModelConfig, RunConfig
+from allranks.config.schema import DataConfig, ModelConfig, OomConfig, RunConfig
 from allranks.launch.command import build_launch
 from allranks.launch.local import run
 from allranks.launch.logs import Console
@@ -28,7 +28,12 @@ def main(run_dir: Path, kind: str, grace_s: float, behaviour: list[str]) -> int:
     plan = Plan(
         name=run_dir.name,
         run_dir=str(run_dir),
-        config=RunConfig(model=ModelConfig(name_or_path="m"), data=DataConfig(train="t.jsonl")),
+        # Without restarts, but for the behaviours that are about them.
+        config=RunConfig(
+            model=ModelConfig(name_or_path="m"),
+            data=DataConfig(train="t.jsonl"),
+            oom=OomConfig(max_respawns=10 if behaviour[0].startswith("reborn") else 0),
+        ),
         profile_kind=kind,  # type: ignore[arg-type]
         profile_file=str(profile_file),
         profile=yaml.safe_load(profile_file.read_text()),

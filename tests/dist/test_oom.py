@@ -91,15 +91,17 @@ def test_at_one_sample_all_ranks_stop_with_one_message(tiny_llama_dir: Path, fol
     ("profile", "phase"),
     [
         ("zero3", "forward"),
-        ("fsdp", "backward"),
+        pytest.param("fsdp", "backward", marks=pytest.mark.nightly),
         pytest.param("zero3", "backward", marks=pytest.mark.nightly),
         pytest.param("fsdp", "forward", marks=pytest.mark.nightly),
     ],
 )
-def test_profiles_with_collectives_in_the_step_stop_cleanly(
+def test_without_restarts_profiles_with_collectives_in_the_step_stop_cleanly(
     profile: str, phase: str, tiny_llama_dir: Path, folder: Path
 ) -> None:
-    config = config_of(tiny_llama_dir, folder, output__name=f"{profile}-{phase}", oom__stop_timeout_s=20)
+    config = config_of(
+        tiny_llama_dir, folder, output__name=f"{profile}-{phase}", oom__stop_timeout_s=20, oom__max_respawns=0
+    )
     run = launch(config, folder, profile=profile, ranks=2, inject=(f"rank=1,step=2,phase={phase},kind=alloc",))
     assert run.status == 3, run.output
     assert run.verdict["reason"] == "out_of_memory"
@@ -125,8 +127,8 @@ def test_a_fault_that_is_no_memory_fault_is_retried_once_then_stops(tiny_llama_d
     assert len(run.events("retry")) == 1
 
 
-def test_failure_in_the_reduction_ends_all_ranks(tiny_llama_dir: Path, folder: Path) -> None:
-    config = config_of(tiny_llama_dir, folder, output__name="reduce", oom__stop_timeout_s=20)
+def test_without_restarts_a_failure_in_the_reduction_ends_all_ranks(tiny_llama_dir: Path, folder: Path) -> None:
+    config = config_of(tiny_llama_dir, folder, output__name="reduce", oom__stop_timeout_s=20, oom__max_respawns=0)
     run = launch(config, folder, profile="ddp", ranks=2, inject=("rank=1,step=2,phase=reduce,kind=oom",))
     assert run.status == 3, run.output
     assert "rank 1" in run.verdict["message"]

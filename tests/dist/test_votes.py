@@ -291,7 +291,7 @@ def train_step(
         ) -> None:
             for micro_batch in mine:
                 flag.leave_if_raised(key)
-                faults.at("forward", step, attempt)
+                faults.at("forward", step)
                 done.extend(micro_batch)
 
         outcome = run_attempt(work)

@@ -72,7 +72,7 @@ def test_eight_bit_state_is_saved_raw_and_resumes(
     config = _config(wide_llama_dir, folder, f"{optim}-whole", **changes)
     whole = launch(config, folder, **where)
     assert whole.status == 0, whole.output
-    config = _config(wide_llama_dir, folder, f"{optim}-stopped", **changes)
+    config = _config(wide_llama_dir, folder, f"{optim}-stopped", oom__max_respawns=0, **changes)
     kill = f"rank={ranks - 1},step={STOPPED_AT + 2},phase=forward,kind=sigkill"
     stopped = launch(config, folder, inject=(kill,), **where)
     assert stopped.status == 5, stopped.output

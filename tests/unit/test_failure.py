@@ -147,14 +147,20 @@ def test_known_texts_are_classified(exc: Exception, kind: FailureKind) -> None:
     assert classify(exc).kind == kind
 
 
+OF_THE_DEAD = {"killed", "host_killed", "crashed", "native_exit", "native_oom", "lost"}
+"""Kinds that no exception has: nobody was left to raise it (tests/unit/test_autopsy.py)."""
+
+
 def test_every_kind_is_covered_by_an_example_and_has_advice() -> None:
-    assert set(FailureKind) == {*REAL, *(FailureKind(kind) for _, kind in BY_TEXT)} == set(TRAITS)
+    raised_kinds = {*REAL, *(FailureKind(kind) for _, kind in BY_TEXT)}
+    assert raised_kinds | OF_THE_DEAD == set(FailureKind) == set(TRAITS)
+    assert not raised_kinds & OF_THE_DEAD
     assert all(traits.advice and "\n" not in traits.advice for traits in TRAITS.values())
 
 
 def test_what_follows_from_a_kind() -> None:
     memory = {kind for kind, traits in TRAITS.items() if traits.memory}
-    assert memory == {"cuda_oom", "workspace_oom", "library_ambiguous", "nccl_oom", "host_oom"}
+    assert memory == {"cuda_oom", "workspace_oom", "library_ambiguous", "nccl_oom", "host_oom", "native_oom"}
     assert {kind for kind, traits in TRAITS.items() if traits.sticky} == {
         "illegal_access",
         "device_assert",
@@ -168,7 +174,7 @@ def test_what_follows_from_a_kind() -> None:
     }
     assert Severity.NONE < Severity.MEMORY < Severity.RETRY_ONCE < Severity.STOP < Severity.RESPAWN
     respawn = {kind for kind, traits in TRAITS.items() if traits.severity is Severity.RESPAWN}
-    assert respawn == {"nccl_oom", "peer", "illegal_access", "device_assert", "cuda_fault"}
+    assert respawn == {"nccl_oom", "peer", "illegal_access", "device_assert", "cuda_fault", *OF_THE_DEAD}
 
 
 def test_bytes_are_read_from_the_texts() -> None:

@@ -4,6 +4,7 @@ import itertools
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -20,24 +21,35 @@ def injector(kind: FaultKind, phase: Phase = "forward", *, times: int = 1, step:
     return FaultInjector((fault,), rank=1, device="cpu")
 
 
+def _fires(faults: FaultInjector, phase: Phase, step: int) -> bool:
+    return isinstance(run_attempt(lambda: faults.at(phase, step)), Failed)
+
+
 @pytest.mark.parametrize("phase", get_args(Phase))
-def test_a_fault_fires_at_its_rank_step_phase_and_attempts_only(phase: Phase) -> None:
-    fault = Injection(rank=1, step=3, phase=phase, kind="oom", times=2)
+def test_a_fault_fires_at_its_rank_step_and_phase_only(phase: Phase) -> None:
+    fault = Injection(rank=1, step=3, phase=phase, kind="oom", times=1)
+    places = itertools.product(range(3), range(5), get_args(Phase))
+    fired = {(rank, step, at) for rank, step, at in places if _fires(FaultInjector((fault,), rank=rank), at, step)}
+    assert fired == {(1, step, phase) for step in (range(5) if phase == "load" else (3,))}
 
-    def fires(rank: int, step: int, at: Phase, attempt: int) -> bool:
-        faults = FaultInjector((fault,), rank=rank)
-        return isinstance(run_attempt(lambda: faults.at(at, step, attempt)), Failed)
 
-    places = itertools.product(range(3), range(5), get_args(Phase), range(4))
-    fired = {place for place in places if fires(*place)}
-    steps = range(5) if phase == "load" else (3,)
-    assert fired == {(1, step, phase, attempt) for step in steps for attempt in range(2)}
+def test_a_fault_fires_so_many_times_over_all_lives_of_its_rank(tmp_path: Path) -> None:
+    faults = (
+        Injection(rank=1, step=3, phase="forward", kind="oom", times=3),
+        Injection(rank=1, step=3, phase="save", kind="oom"),
+    )
+    first = FaultInjector(faults, rank=1, fired=tmp_path / "injected")
+    assert [_fires(first, "forward", 3) for _ in range(2)] == [True, True]
+    reborn = FaultInjector(faults, rank=1, fired=tmp_path / "injected")
+    assert [_fires(reborn, "forward", 3) for _ in range(3)] == [True, False, False]
+    assert [_fires(reborn, "save", 3) for _ in range(2)] == [True, False]
+    assert not _fires(FaultInjector(faults, rank=1, fired=tmp_path / "injected"), "save", 3)
 
 
 @pytest.mark.parametrize(("kind", "expected"), [("oom", "cuda_oom"), ("alloc", "host_oom"), ("error", "size_mismatch")])
 def test_the_raising_kinds_are_classified_as_what_they_stand_for(kind: FaultKind, expected: str) -> None:
     with pytest.raises(RuntimeError) as caught:
-        injector(kind).at("forward", 3, 0)
+        injector(kind).at("forward", 3)
     what = classify(caught.value)
     assert what.kind == expected
     assert (what.bytes_asked is not None) == (kind != "error")
@@ -60,7 +72,7 @@ def test_a_fault_in_backward_happens_inside_backward() -> None:
             return gradient * 2
 
     hidden = Layer.apply(weight)
-    hidden.register_hook(faults.in_backward(3, 0))
+    hidden.register_hook(faults.in_backward(3))
     hidden.register_hook(lambda gradient: entered.append("beside the fault"))
     logits = hidden * 3
     logits.register_hook(lambda gradient: entered.append("before the fault"))
@@ -71,14 +83,14 @@ def test_a_fault_in_backward_happens_inside_backward() -> None:
     assert classify(caught.value).kind == "host_oom"
 
     again = Layer.apply(weight)
-    again.register_hook(faults.in_backward(3, 1))
+    again.register_hook(faults.in_backward(3))
     again.sum().backward()
     assert torch.equal(weight.grad, torch.full((4,), 2.0)), "the hook leaves the gradient alone"
 
 
 def test_nan_raises_nothing_and_poisons_its_attempts() -> None:
     faults = injector("nan", times=2)
-    faults.at("forward", 3, 0)
+    faults.at("forward", 3)
     assert [faults.poison(3, attempt) for attempt in range(3)] == [True, True, False]
     assert not faults.poison(4, 0)
     assert not injector("oom").poison(3, 0)
@@ -89,7 +101,7 @@ def test_the_deadly_kinds_end_the_process_without_a_word(kind: FaultKind, code: 
     program = (
         "import atexit; from allranks.coordinator.injection import FaultInjector as F;"
         "from allranks.plan.plan import Injection as I; atexit.register(print, 'a last word');"
-        f"F((I(rank=0, step=1, phase='save', kind='{kind}'),), rank=0).at('save', 1, 0); print('alive')"
+        f"F((I(rank=0, step=1, phase='save', kind='{kind}'),), rank=0).at('save', 1); print('alive')"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60)
     assert (done.returncode, done.stdout) == (code, b"")
@@ -99,7 +111,7 @@ def test_the_deadly_kinds_end_the_process_without_a_word(kind: FaultKind, code: 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU here")
 def test_alloc_on_a_gpu_is_a_real_cuda_oom() -> None:
     faults = FaultInjector((Injection(rank=0, step=1, phase="forward", kind="alloc"),), rank=0, device="cuda:0")
-    outcome = run_attempt(lambda: faults.at("forward", 1, 0))
+    outcome = run_attempt(lambda: faults.at("forward", 1))
     assert isinstance(outcome, Failed)
     assert outcome.classification.kind == "cuda_oom"
     assert "(injected)" not in outcome.message

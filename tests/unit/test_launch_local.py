@@ -215,7 +215,7 @@ def test_who_dies_without_a_word_on_a_full_disk_had_no_room(
 ) -> None:
     monkeypatch.setattr(local, "free_bytes", lambda _path: free)
     (tmp_path / "launcher.log").touch()
-    request = LaunchRequest(argv=("x",), env={}, unset=(), log_dir=tmp_path)
+    request = LaunchRequest(argv=("x",), env={}, unset=(), log_dir=tmp_path, launch=1)
     outcome = local._outcome(tmp_path, request, 1, None)
     assert outcome.exit_code is code
     assert ("is full (4 KiB free)" in outcome.message) == (code is ExitCode.STORAGE)

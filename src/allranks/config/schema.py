@@ -166,6 +166,13 @@ class OomConfig(_Section):
     max_retries_per_step: int = Field(
         16, ge=0, le=MAX_COUNT, description="Retries of one global batch before the run stops."
     )
+    max_respawns: int = Field(
+        10,
+        ge=0,
+        le=MAX_COUNT,
+        description="Restarts of all ranks from the last checkpoint that one cause may use up, in one launch; one that "
+        "got no further counts double. 0: a dead rank ends the run.",
+    )
     stop_timeout_s: float = Field(
         60.0, gt=0, description="Seconds in which all ranks of fsdp and zero3 must have agreed to stop."
     )

@@ -6,6 +6,7 @@ so all ranks see the same rows and draw the same verdict from them (`ballots`). 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -85,7 +86,7 @@ class ControlPlane:
         try:
             all_reduce(table, group=self._group)
         except RuntimeError as exc:
-            self._lost = f"rank {self.rank} lost its peers: {str(exc).splitlines()[0]}"
+            self._lost = f"rank {self.rank} lost its peers: {_gloo_words(exc)}"
             raise ControlPlaneLost(self._lost) from exc
         self._lost = None
         rows: list[list[float]] = table.tolist()
@@ -109,7 +110,7 @@ class ControlPlane:
         try:
             broadcast_object_list(box, src=0, group=self._group)
         except RuntimeError as exc:
-            self._lost = f"rank {self.rank} lost its peers: {str(exc).splitlines()[0]}"
+            self._lost = f"rank {self.rank} lost its peers: {_gloo_words(exc)}"
             raise ControlPlaneLost(self._lost) from exc
         self._lost = None
         assert box[0] is not None
@@ -122,6 +123,12 @@ class ControlPlane:
 
             destroy_process_group(self._group)
         self._lost = self._lost or "the control plane was closed"
+
+
+def _gloo_words(error: RuntimeError) -> str:
+    """The part of gloo's text that says something: without its source line and its general advice."""
+    line = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return re.sub(r"^\[\S+:\d+\] ", "", line).partition(" This is typically")[0]
 
 
 def vote_one(control: ControlPlane, ballot: Ballot) -> Tally:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
 
 from allranks.plan.plan import FaultKind, Injection, Phase
@@ -20,28 +21,45 @@ _BEYOND_ANY_HOST_BYTES = 2**60
 class FaultInjector:
     """Makes the planned faults of one rank happen.
 
-    A fault fires while ``attempt < times``, so that with ``times=2`` the step succeeds at its third attempt.
+    A fault fires the first ``times`` times that the rank comes by, so that with ``times=2`` the step succeeds at its
+    third attempt, or in the third life of the ranks.
     The step is not compared in phase ``load``, which comes before any step.
     """
 
-    def __init__(self, injections: tuple[Injection, ...], *, rank: int, device: str = "cpu") -> None:
-        """Keep the faults of this rank; `device` is a torch device such as ``cuda:0`` or ``cpu``."""
-        self._mine = tuple(injection for injection in injections if injection.rank == rank)
+    def __init__(
+        self, injections: tuple[Injection, ...], *, rank: int, device: str = "cpu", fired: Path | None = None
+    ) -> None:
+        """Keep the faults of this rank.
+
+        Args:
+            injections: faults of all ranks.
+            rank: this one.
+            device: a torch device such as ``cuda:0`` or ``cpu``.
+            fired: folder that remembers what has happened, for ranks that are started again.
+        """
+        self._mine = {number: injection for number, injection in enumerate(injections) if injection.rank == rank}
+        self._fired = dict.fromkeys(self._mine, 0)
+        self._memory = fired
+        if fired is not None and self._mine:
+            fired.mkdir(parents=True, exist_ok=True)
+            self._fired = {number: len(list(fired.glob(f"{number}-*"))) for number in self._mine}
         self._rank = rank
         self._device = device
 
-    def at(self, phase: Phase, step: int, attempt: int) -> None:
-        """Call on entering `phase` of `step` (from 1) in attempt `attempt` (from 0); most often nothing happens.
+    def at(self, phase: Phase, step: int) -> None:
+        """Call on entering `phase` of `step` (from 1); most often nothing happens.
 
         Raises:
             torch.OutOfMemoryError: kind ``oom``, or ``alloc`` on a GPU.
             RuntimeError: kind ``error``, or ``alloc`` on the CPU.
         """
-        for kind in self._due(phase, step, attempt):
-            if kind != "nan":
-                _fail(kind, self._rank, self._device)
+        for number, injection in self._mine.items():
+            due = self._fired[number] < injection.times and self._is_at(injection, phase, step)
+            if due and injection.kind != "nan":
+                self._note(number)
+                _fail(injection.kind, self._rank, self._device)
 
-    def in_backward(self, step: int, attempt: int) -> Callable[[object], None]:
+    def in_backward(self, step: int) -> Callable[[object], None]:
         """A hook for `torch.Tensor.register_hook` that is `at("backward", ...)`.
 
         Autograd calls it when the gradient of that tensor has been computed, so the fault happens inside
@@ -50,21 +68,26 @@ class FaultInjector:
         """
 
         def hook(_gradient: object) -> None:
-            self.at("backward", step, attempt)
+            self.at("backward", step)
 
         return hook
 
     def poison(self, step: int, attempt: int) -> bool:
         """Whether the loop makes its loss NaN in this attempt; kind ``nan`` in any phase of the step."""
-        phases = {injection.phase for injection in self._mine}
-        return any("nan" in self._due(phase, step, attempt) for phase in phases)
+        return any(
+            injection.kind == "nan" and injection.step == step and attempt < injection.times
+            for injection in self._mine.values()
+        )
 
-    def _due(self, phase: Phase, step: int, attempt: int) -> list[FaultKind]:
-        return [
-            injection.kind
-            for injection in self._mine
-            if injection.phase == phase and (phase == "load" or injection.step == step) and attempt < injection.times
-        ]
+    @staticmethod
+    def _is_at(injection: Injection, phase: Phase, step: int) -> bool:
+        return injection.phase == phase and (phase == "load" or injection.step == step)
+
+    def _note(self, number: int) -> None:
+        """Before it happens: afterwards there may be nobody to note it."""
+        self._fired[number] += 1
+        if self._memory is not None:
+            (self._memory / f"{number}-{self._fired[number]}").touch()
 
 
 def _fail(kind: FaultKind, rank: int, device: str) -> NoReturn:

@@ -41,6 +41,12 @@ class FailureKind(StrEnum):
     DATA = "data"
     STORAGE = "storage"
     USER = "user"
+    KILLED = "killed"
+    HOST_KILLED = "host_killed"
+    CRASHED = "crashed"
+    NATIVE_EXIT = "native_exit"
+    NATIVE_OOM = "native_oom"
+    LOST = "lost"
     OTHER = "other"
 
 
@@ -142,6 +148,26 @@ TRAITS: dict[FailureKind, Traits] = {
     FailureKind.STORAGE: Traits(
         severity=Severity.STOP, advice="free space on the run directory's disk or allow writing there"
     ),
+    FailureKind.KILLED: Traits(
+        severity=Severity.RESPAWN, advice="somebody, or a scheduler's memory limit, killed the process: see dmesg"
+    ),
+    FailureKind.HOST_KILLED: Traits(
+        severity=Severity.RESPAWN,
+        advice="the machine's memory (RAM) ran out, not the GPU's: run fewer ranks on it or give the job more memory",
+    ),
+    FailureKind.CRASHED: Traits(
+        severity=Severity.RESPAWN, advice="native code crashed; set PYTHONFAULTHANDLER=1 to see where"
+    ),
+    FailureKind.NATIVE_EXIT: Traits(
+        severity=Severity.RESPAWN,
+        advice="native code ended the process, as bitsandbytes does on any CUDA error; its log ends with the reason",
+    ),
+    FailureKind.NATIVE_OOM: Traits(
+        severity=Severity.RESPAWN,
+        memory=True,
+        advice=f"native code found no GPU memory and ended the process: {_SMALLER}",
+    ),
+    FailureKind.LOST: Traits(severity=Severity.RESPAWN, advice="the rank left no sign of why; look into its log"),
     FailureKind.USER: Traits(severity=Severity.STOP, advice="the message says what to change"),
     FailureKind.OTHER: Traits(severity=Severity.RETRY_ONCE, advice="the traceback is in this rank's log"),
 }

@@ -1,4 +1,4 @@
-"""What all ranks do after a failed attempt: go, retry with these caps, or stop. Pure.
+"""What all ranks do after a failed attempt: go, retry with these caps, start anew from the checkpoint, or stop. Pure.
 
 Every rank calls `decide` with the same state and the same tally and gets the same decision, so
 nothing but the vote travels.
@@ -6,7 +6,8 @@ nothing but the vote travels.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import json
+from dataclasses import asdict, dataclass, replace
 
 from allranks.caps import Caps
 from allranks.config.schema import OomConfig
@@ -105,6 +106,31 @@ class PolicyState:
         side = self.side(phase).finished(largest_tokens=largest_tokens, longest_tokens=longest_tokens)
         return replace(self.with_side(phase, side), retries=0, retried_unchanged=False)
 
+    @property
+    def caps(self) -> tuple[Caps, Caps]:
+        """Of training and of evaluation."""
+        return self.train.caps, self.evaluation.caps
+
+    def within(self, other: PolicyState) -> PolicyState:
+        """This state under the smaller caps of the two."""
+        sides = ((self.train, other.train), (self.evaluation, other.evaluation))
+        train, evaluation = (replace(mine, caps=mine.caps.within(theirs.caps)) for mine, theirs in sides)
+        return replace(self, train=train, evaluation=evaluation)
+
+    def to_json(self) -> str:
+        """For the ranks of the next generation; `from_json` is its inverse."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> PolicyState:
+        """Read what `to_json` wrote."""
+        fields = json.loads(text)
+        for side in ("train", "evaluation"):
+            given = fields[side]
+            given |= {"caps": Caps(**given["caps"]), "unexplained_at": tuple(given["unexplained_at"])}
+            fields[side] = CapState(**given)
+        return cls(**fields)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Go:
@@ -149,7 +175,22 @@ class Stop:
         return StopTraining(self.reason, self.message, self.exit_code)
 
 
-Decision = Go | Retry | Stop
+@dataclass(frozen=True, kw_only=True)
+class Respawn:
+    """All ranks leave, are started again, and go on from the last checkpoint.
+
+    Attributes:
+        state: what to go on with; its caps may be smaller.
+        kind: what failed.
+        message: what failed and where, in one clause.
+    """
+
+    state: PolicyState
+    kind: FailureKind
+    message: str
+
+
+Decision = Go | Retry | Respawn | Stop
 
 _FLOOR_ADVICE = (
     "shorten data.max_length, set training.gradient_checkpointing, adapt fewer lora.target_modules, "
@@ -158,7 +199,13 @@ _FLOOR_ADVICE = (
 
 
 def decide(
-    state: PolicyState, tally: Tally, oom: OomConfig, *, phase: AttemptPhase = "step", can_retry: bool = True
+    state: PolicyState,
+    tally: Tally,
+    oom: OomConfig,
+    *,
+    phase: AttemptPhase = "step",
+    can_retry: bool = True,
+    can_respawn: bool = False,
 ) -> Decision:
     """What all ranks do after vote 1.
 
@@ -168,6 +215,7 @@ def decide(
         oom: bounds set by the user.
         phase: what was tried.
         can_retry: the profile leaves no collective half-done when a rank fails in its part (`single`, `ddp`, `zero2`).
+        can_respawn: whoever started the ranks starts them again when they leave.
     """
     if not tally.failed:
         return Go(state=state)
@@ -180,10 +228,14 @@ def decide(
             exit_code=ExitCode.RANK_LOST,
         )
     what = _what(tally, cause, rank, phase)
-    if tally.severity >= Severity.STOP or tally.data_plane_damaged or not can_retry:
+    own = TRAITS[cause.kind or FailureKind.OTHER].severity  # the ballot's is greater inside a collective
+    in_place = can_retry and not tally.data_plane_damaged and tally.severity < Severity.STOP
+    if own is Severity.STOP or (not in_place and not can_respawn):
         return _stop(cause, f"{what}; {_why_no_retry(tally, cause, can_retry)}")
-    if phase == "load":
+    if phase == "load" and own < Severity.STOP:
         return _stop_loading(cause, what)
+    if not in_place:
+        return _anew(state, tally, cause, what, phase)
     if state.retries >= oom.max_retries_per_step:
         return _stop(cause, f"{what}; it still fails after {state.retries} retries (oom.max_retries_per_step)")
     state = replace(state, retries=state.retries + 1)
@@ -212,7 +264,7 @@ def decide_step(state: PolicyState, tally: StepTally) -> Go | Stop:
     return Go(state=state)
 
 
-def _shrink(state: PolicyState, tally: Tally, cause: Ballot, what: str, phase: AttemptPhase) -> Decision:
+def _shrink(state: PolicyState, tally: Tally, cause: Ballot, what: str, phase: AttemptPhase) -> Retry | Stop:
     """Memory failed while a micro-batch was worked on."""
     side = state.side(phase)
     unexplained = side.has_fitted(samples=cause.samples, tokens=cause.tokens)
@@ -242,7 +294,18 @@ def _shrink(state: PolicyState, tally: Tally, cause: Ballot, what: str, phase: A
     return _stop(cause, f"{what}; a micro-batch of one sample can't be split: {_FLOOR_ADVICE}")
 
 
-def _once(state: PolicyState, cause: Ballot, what: str) -> Decision:
+def _anew(state: PolicyState, tally: Tally, cause: Ballot, what: str, phase: AttemptPhase) -> Respawn | Stop:
+    """Nothing can be retried in place: all ranks start again, with smaller micro-batches if memory was the cause."""
+    kind = cause.kind or FailureKind.OTHER
+    if cause.memory and cause.samples > 0 and phase != "save":
+        decision = _shrink(state, tally, cause, what, phase)
+        if isinstance(decision, Stop):
+            return decision
+        state = decision.state
+    return Respawn(state=state, kind=kind, message=what)
+
+
+def _once(state: PolicyState, cause: Ballot, what: str) -> Retry | Stop:
     """Smaller micro-batches would not help: retry unchanged, once."""
     nature = "" if cause.memory else " (not a memory fault)"
     if state.retried_unchanged:

@@ -14,6 +14,8 @@ from allranks.rundir import launch_log_dir
 TORCHRUN_DIR = "torchrun"
 """Below the log folder: what ranks say before they have their own logs."""
 
+_NO_LIMIT = 10_000
+
 _LAUNCHER_ONLY = (LAUNCHER_FLAG, LAUNCH_NUMBER, LIVE_LINE_FLAG, "PET_REDIRECTS")
 
 _OF_ANOTHER_LAUNCHER = (
@@ -46,6 +48,9 @@ class LaunchRequest:
         env: variables to add to the inherited environment.
         unset: inherited variables that must not reach the ranks.
         log_dir: absolute path of the folder of this launch's logs.
+        launch: its number, from 1.
+        restarts: ranks that die are started again, all of them.
+        one_process: accelerate starts the only rank itself, without torchrun: restarting it is the launcher's part.
         notes: what differs from what the environment asked for, one line each.
     """
 
@@ -53,6 +58,9 @@ class LaunchRequest:
     env: dict[str, str]
     unset: tuple[str, ...]
     log_dir: Path
+    launch: int
+    restarts: bool = False
+    one_process: bool = False
     notes: tuple[str, ...] = ()
 
     def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
@@ -111,12 +119,15 @@ def build_launch(
             *("--config_file", plan.profile_file),
             *("--num_processes", str(plan.world_size), "--num_machines", "1", "--machine_rank", "0"),
             *("--mixed_precision", plan.mixed_precision),
-            *(() if _one_process(plan) else _torchrun_flags(log_dir)),
+            *(() if _one_process(plan) else _torchrun_flags(log_dir, plan)),
             *("-m", "allranks.train", "--run-dir", plan.run_dir),
         ),
         env=env,
         unset=unset,
         log_dir=log_dir,
+        launch=launch_no,
+        restarts=plan.config.oom.max_respawns > 0,
+        one_process=_one_process(plan),
         notes=tuple(notes),
     )
 
@@ -126,10 +137,12 @@ def _one_process(plan: Plan) -> bool:
     return bool(plan.profile.get("distributed_type") == "NO")
 
 
-def _torchrun_flags(log_dir: Path) -> tuple[str, ...]:
+def _torchrun_flags(log_dir: Path, plan: Plan) -> tuple[str, ...]:
+    # The ranks count by cause how often they may start again; torchelastic's own number only has to be out of the way.
+    restarts = _NO_LIMIT if plan.config.oom.max_respawns else 0
     # The rendezvous has its own port; 0 keeps accelerate from looking for the default one and warning that it is taken.
     return (
-        *("--main_process_port", "0", "--rdzv_backend", "c10d", "--max_restarts", "0"),
+        *("--main_process_port", "0", "--rdzv_backend", "c10d", "--max_restarts", str(restarts)),
         *("--log_dir", str(log_dir / TORCHRUN_DIR)),
     )
 
@@ -156,7 +169,8 @@ def _unless_set(environ: Mapping[str, str], **values: str) -> dict[str, str]:
 def render_dry_run(request: LaunchRequest, plan: Plan) -> str:
     """Shell text that does by hand what the request does, plan file included.
 
-    Left out are the variables through which `allranks run` takes over the ranks' output and exit codes.
+    Left out are the variables through which `allranks run` takes over the ranks' output and exit codes, and restarts:
+    without them a deliberate stop is an exit code that torchelastic would take for a failure.
     """
     run_dir = shlex.quote(plan.run_dir)
     assignments = [f"{name}={shlex.quote(value)}" for name, value in request.env.items() if name not in _LAUNCHER_ONLY]
@@ -169,9 +183,13 @@ def render_dry_run(request: LaunchRequest, plan: Plan) -> str:
         f"cat > {run_dir}/plan.json <<'PLAN'",
         plan.to_json(),
         "PLAN",
-        " \\\n    ".join(["env", *unset, *assignments, *_paired(request.argv)]),
+        " \\\n    ".join(["env", *unset, *assignments, *_paired(_without_restarts(request.argv))]),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _without_restarts(argv: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple("0" if before == "--max_restarts" else word for before, word in zip(("", *argv), argv, strict=False))
 
 
 def _paired(argv: tuple[str, ...]) -> list[str]:

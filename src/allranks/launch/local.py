@@ -24,6 +24,7 @@ from allranks.launch.command import LaunchRequest
 from allranks.launch.logs import LAUNCHER_LOG, Console, RankLogs
 from allranks.launch.outcome import Outcome, agreed, killed_on_request, unexplained
 from allranks.launch.processes import Tree, adopting_orphans, end_with_parent
+from allranks.launch.restarts import DeathWatch
 from allranks.rundir import discard_stop_request, request_stop, unwritable
 from allranks.units import human_bytes, human_seconds
 from allranks.verdict import discard_verdict, read_verdict
@@ -70,15 +71,26 @@ def run(
     with adopting_orphans(), _stop_signals() as signals:
         tree = Tree()
         try:
-            process = _start(request)
-            tree.grow_from(process)
-            killed = _attend(process, _Stop(run_dir, signals, console, tree, grace_s), logs)
-            _end_stragglers(tree, logs, signals)
+            deaths = DeathWatch(run_dir, request.log_dir, request.launch, console) if request.restarts else None
+            stop = _Stop(run_dir, signals, console, tree, grace_s)
+            while True:
+                process = _start(request)
+                tree.grow_from(process)
+                killed = _attend(process, stop, logs, None if request.one_process else deaths)
+                _end_stragglers(tree, logs, signals)
+                alone = request.one_process and deaths is not None and killed is None and not signals.names
+                if not alone or process.returncode == 0 or read_verdict(run_dir) is not None:
+                    break
+                assert deaths is not None
+                deaths.ended()
+                if deaths.in_vain:
+                    break
         finally:
             for pid in tree.end():
                 console.line(f"allranks: process {pid} does not end even on SIGKILL; it hangs in the kernel")
             logs.finish()
-    return _outcome(run_dir, request, process.returncode, killed)
+    in_vain = deaths is not None and deaths.in_vain
+    return _outcome(run_dir, request, int(ExitCode.CRASH) if in_vain else process.returncode, killed)
 
 
 def _start(request: LaunchRequest) -> subprocess.Popen[bytes]:
@@ -152,8 +164,8 @@ class _Stop:
         try:
             request_stop(self._run_dir, name)
         except OSError as error:  # a full disk, for one
-            self._console.line(f"allranks: the stop request can't be written ({error}): the ranks get SIGTERM instead")
-            self._tree.signal_ranks(signal.SIGTERM)
+            self._console.line(f"allranks: the stop request can't be written ({error}): the ranks get SIGINT instead")
+            self._tree.signal_ranks(signal.SIGINT)
 
     def force(self, logs: RankLogs) -> str | None:
         """Kill everything on a second signal or after the grace, and say why; None while there is patience."""
@@ -170,10 +182,14 @@ class _Stop:
         return why
 
 
-def _attend(process: subprocess.Popen[bytes], stop: _Stop, logs: RankLogs) -> str | None:
-    """Stay until accelerate is gone; the reason if it was we who killed it."""
+def _attend(process: subprocess.Popen[bytes], stop: _Stop, logs: RankLogs, deaths: DeathWatch | None) -> str | None:
+    """Stay until accelerate is gone; the reason if it was we who killed it on request."""
     while process.poll() is None:
         logs.pump()
+        if deaths is not None:
+            deaths.look()
+            if deaths.in_vain:
+                process.kill()
         stop.ask()
         if (why := stop.force(logs)) is not None:
             return why

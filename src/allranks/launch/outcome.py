@@ -27,6 +27,7 @@ _TORCHRUN_FAILURE = re.compile(
     r"^\s*exitcode\s*:\s*(?P<status>-?\d+) \(pid: \d+\)",
     re.MULTILINE,
 )
+_TORCHRUN_NOTICED = re.compile(r"failed \(exitcode: (?P<status>-?\d+)\) local_rank: (?P<rank>\d+) \(pid: \d+\)")
 _REPORT = re.compile(
     r"^[EW]\d{4} .* torch/distributed/elastic/"
     r"|^Traceback .*\n(?:  File \"<frozen .*\n)*  File \".*/commands/launch.py\"",
@@ -87,6 +88,18 @@ def first_death(launcher_log: str) -> Death | None:
         root = failures[-1]
         deaths = [Death(rank=int(f["rank"]), status=int(f["status"])) for f in failures if f["time"] == root["time"]]
         return min(reversed(deaths), key=_secondary)
+    deaths = reported_deaths(launcher_log)
+    return deaths[-1] if deaths else one_process_death(launcher_log)
+
+
+def reported_deaths(launcher_log: str) -> list[Death]:
+    """The ranks whose end torchrun has noticed so far, oldest first, one for each time it started all again."""
+    found = _TORCHRUN_NOTICED.finditer(launcher_log)
+    return [Death(rank=int(noticed["rank"]), status=int(noticed["status"])) for noticed in found]
+
+
+def one_process_death(launcher_log: str) -> Death | None:
+    """How the only rank ended that accelerate had started without torchrun; None if it doesn't say."""
     if found := _ONE_PROCESS_SIGNAL.search(launcher_log):
         return Death(rank=0, status=-int(found[1]))
     if found := _ONE_PROCESS_STATUS.search(launcher_log):

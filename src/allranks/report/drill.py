@@ -37,6 +37,12 @@ def _became(run_dir: Path, fault: Injection) -> str:
         for event in read_events(run_dir, fault.rank)
         if event["kind"] == "failure" and event["step"] == step and event["phase"] == fault.phase
     ]
+    respawns = [
+        event
+        for event in read_events(run_dir)
+        if event["kind"] == "respawn" and event["failed_rank"] == fault.rank and event["phase"] == fault.phase
+        if fault.phase == "load" or event["step"] == step
+    ]
     retries = [e for e in report.incidents if e["kind"] == "retry" and e["step"] == step]
     committed = report.step >= step and fault.phase != "load"
     if fault.kind in _DEADLY:
@@ -47,6 +53,12 @@ def _became(run_dir: Path, fault: Injection) -> str:
         end = "the run died without a verdict"
     else:
         end = f"the run ended: {report.verdict.reason.replace('_', ' ')} at step {report.verdict.step}"
+    if respawns:
+        times = f"happened {len(respawns)} time{'s' if len(respawns) != 1 else ''}"
+        if committed or (fault.phase == "load" and report.step > 0):
+            resumed = respawns[-1]["resumed_step"]
+            return f"{times}; all ranks were started again, went on from step {resumed}, and passed it"
+        return f"{times}; all ranks were started again; {end}"
     if not seen and committed:
         return (
             f"did not happen: step {step} was committed without {fault.phase}" if fault.phase in _OPTIONAL else _MISSED

@@ -38,7 +38,8 @@ class RunReport:
         model: fields of the latest ``model`` event, if there is one.
         logs: ``log`` events of the committed steps.
         evaluations: ``eval`` events, likewise.
-        incidents: failures of all ranks, retries, skipped steps, failed saves and resumptions, in order of time.
+        incidents: failures of all ranks, retries, restarts of the ranks, skipped steps, failed saves and resumptions,
+            in order of time.
         saves: ``save`` events whose checkpoint is still there.
         verdict: how the latest launch ended, if it did.
     """
@@ -195,12 +196,16 @@ def _notes(plan: Plan, events: list[Event]) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*plan.notes, *said)))
 
 
+_RESUMED = {"resume": "step", "respawn": "resumed_step"}
+"""Kinds of event after which a run goes on from an earlier step, and the field that says which."""
+
+
 def _committed(events: list[Event], kind: str) -> tuple[Event, ...]:
     """The events of `kind` of steps that count: a run that goes on from a checkpoint gives up the later ones."""
     kept: list[Event] = []
     for event in events:
-        if event["kind"] == "resume":
-            kept = [earlier for earlier in kept if earlier["step"] <= event["step"]]
+        if event["kind"] in _RESUMED:
+            kept = [earlier for earlier in kept if earlier["step"] <= event[_RESUMED[event["kind"]]]]
         elif event["kind"] == kind:
             kept = [earlier for earlier in kept if earlier["step"] < event["step"]]
             kept.append(event)
@@ -208,7 +213,7 @@ def _committed(events: list[Event], kind: str) -> tuple[Event, ...]:
 
 
 def _incidents(run_dir: Path) -> tuple[Event, ...]:
-    of_rank_0 = ("retry", "skipped_step", "resume")
+    of_rank_0 = ("retry", "respawn", "skipped_step", "resume")
     found = [
         event
         for rank in _ranks(run_dir)

@@ -137,6 +137,9 @@ def _incident(event: Event) -> str:
             what = f"rank {event['rank']} failed in {event['phase']} ({event['failure']}): {_first_line(event)}"
         case "retry":
             what = f"all ranks took it again with {caps_words(event['caps'])} per micro-batch"
+        case "respawn":
+            where = f"step {event['resumed_step']}"
+            what = f"{_first_line(event)}; all ranks were started again and went on from {where}"
         case "skipped_step":
             what = f"no update: {event['reason']}"
         case _:

@@ -12,6 +12,7 @@ from allranks.coordinator.attempt import AttemptKey, AttemptPhase, Failed, Failu
 from allranks.coordinator.failure import FailureRecord
 from allranks.coordinator.injection import FaultInjector
 from allranks.coordinator.policy import PolicyState
+from allranks.coordinator.progress import ProgressPage
 from allranks.coordinator.watcher import Watcher
 from allranks.events import EventLog
 from allranks.plan.plan import Plan
@@ -29,10 +30,12 @@ class Context:
         run_dir: the run directory.
         rank: this rank's place, joined.
         launch: number of the launch, from 1.
+        generation: how often the ranks of this launch were restarted.
         control: votes.
         flag: tells peers of a failure early.
         watcher: ends all ranks where no vote can.
         injector: faults to make happen.
+        page: where this rank is, for the time after its death.
         events: this rank's event log.
         console: what a person sees of this rank.
         policy: caps and what is known about them; the same on all ranks.
@@ -45,10 +48,12 @@ class Context:
     run_dir: Path
     rank: Rank
     launch: int
+    generation: int
     control: ControlPlane
     flag: FailureFlag
     watcher: Watcher
     injector: FaultInjector
+    page: ProgressPage
     events: EventLog
     console: Console
     policy: PolicyState
@@ -69,7 +74,16 @@ class Context:
 
     def key(self, phase: AttemptPhase, step: int, attempt: int) -> AttemptKey:
         """Name of an attempt, the same on all ranks."""
-        return AttemptKey(launch=self.launch, generation=0, step=step, phase=phase, attempt=attempt)
+        return AttemptKey(launch=self.launch, generation=self.generation, step=step, phase=phase, attempt=attempt)
+
+    @property
+    def can_respawn(self) -> bool:
+        """All ranks are started again when they leave: by torchelastic, or by `allranks run` if there is one rank."""
+        return self.rank.environment.under_launcher and self.plan.config.oom.max_respawns > 0
+
+    def entered(self, phase: str, step: int, samples: int, tokens: int) -> None:
+        """This rank has come to another phase, or to another micro-batch."""
+        self.page.at(phase, committed_step=self.committed_step, step=step, samples=samples, tokens=tokens)
 
     def note(self, message: str) -> None:
         """Say once what differs from what was asked: one line and one event, on rank 0."""

@@ -82,9 +82,8 @@ def _pass(ctx: Context, job: Job, at: Attempt) -> tuple[float, int, float, int]:
             if not job.strategy.lockstep:
                 ctx.flag.leave_if_raised(at.key)
             batch = pad_batch([data[i] for i in sample_ids], job.tokenizer.pad_token_id)
-            at.phase, at.micro_step, at.sample_ids = "eval", micro_step, sample_ids
-            at.tokens = batch["input_ids"].numel()
-            ctx.injector.at("eval", at.key.step, at.key.attempt)
+            at.enter("eval", micro_step=micro_step, sample_ids=sample_ids, tokens=batch["input_ids"].numel())
+            ctx.injector.at("eval", at.key.step)
             total += summed_loss(job.strategy.forward, batch, ctx.rank.device)[0]
     largest = max(len(micro) * max(int(data.lengths[i]) for i in micro) for part in parts for micro in part if micro)
     return float(total), sum(len(micro) for micro in mine), time.monotonic() - began, largest

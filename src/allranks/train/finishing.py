@@ -32,11 +32,11 @@ def finish(ctx: Context, job: Job) -> None:
     expected, _ = together(ctx, "save", step, lambda _: _logits(job, probe), collective=lockstep)
 
     def gather(at: Attempt) -> NamedTensors:
-        at.phase = "final"
+        at.enter("final")
         return job.strategy.trainable()
 
     def write(at: Attempt) -> None:
-        at.phase = "final"
+        at.enter("final")
         if ctx.is_main:
             write_adapter(
                 ctx.run_dir,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 
-from allranks.coordinator.attempt import Failed, run_attempt
 from allranks.errors import ExitCode, StopTraining
 from allranks.train.console import Pace
 from allranks.train.context import Context
@@ -14,7 +13,7 @@ from allranks.train.memory import peak_bytes
 from allranks.train.saving import save
 from allranks.train.schedule import learning_rate
 from allranks.train.step import Reduced, reduced_step
-from allranks.train.together import print_traceback, stop_half_done
+from allranks.train.together import half_done
 from allranks.units import human_bytes
 
 _CLIP_EPSILON = 1e-6
@@ -70,12 +69,10 @@ def _optimizer_step(ctx: Context, job: Job, reduced: Reduced, rate: float) -> No
     clip = min(1.0, limit / (reduced.grad_norm + _CLIP_EPSILON)) if limit > 0 else 1.0
 
     def work() -> None:
-        ctx.injector.at("step", step, 0)
+        ctx.injector.at("step", step)
         job.strategy.step(rate, clip / job.scale.value)
 
-    outcome = run_attempt(work, on_failure=print_traceback)
-    if isinstance(outcome, Failed):
-        stop_half_done(ctx, outcome, ctx.key("step", step, 0), "step")
+    half_done(ctx, "step", step, work)
 
 
 def _commit(ctx: Context, job: Job, ids: tuple[int, ...], reduced: Reduced, *, seconds: float) -> None:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 from pathlib import Path
-from types import FrameType
 from typing import Any, NoReturn
 
 import torch.distributed as dist
@@ -15,8 +13,9 @@ import torch.distributed as dist
 from allranks.coordinator.agreement import ControlPlane, ControlPlaneLost
 from allranks.coordinator.attempt import FailureFlag
 from allranks.coordinator.injection import FaultInjector
+from allranks.coordinator.progress import ProgressPage
 from allranks.coordinator.watcher import Declared, Watcher
-from allranks.errors import ExitCode, StopTraining
+from allranks.errors import RESPAWN_STATUS, ExitCode, StopTraining
 from allranks.events import EventLog
 from allranks.plan.plan import Plan
 from allranks.train.console import Console
@@ -24,9 +23,12 @@ from allranks.train.context import Context
 from allranks.train.finishing import finish
 from allranks.train.loop import train
 from allranks.train.process import Rank
+from allranks.train.respawning import agreed_generation, revive
 from allranks.train.setup import first_caps, set_up
+from allranks.train.signals import listen
+from allranks.train.together import RespawnNow
 from allranks.train.versions import versions
-from allranks.verdict import Verdict, write_verdict
+from allranks.verdict import Verdict, read_verdict, write_verdict
 
 
 def run(plan: Plan, rank: Rank, control: ControlPlane, launch: int) -> ExitCode:
@@ -38,10 +40,15 @@ def run(plan: Plan, rank: Rank, control: ControlPlane, launch: int) -> ExitCode:
     Raises:
         ControlPlaneLost: a rank is gone; nothing was agreed.
     """
-    ctx = _context(plan, rank, control, launch)
+    run_dir = Path(plan.run_dir)
+    generation = agreed_generation(run_dir, control, launch)
+    if generation and (ended := read_verdict(run_dir)) is not None:
+        return ended.exit_code  # the ranks had agreed to leave when one was killed on its way out
+    ctx = _context(plan, rank, control, launch, generation)
     _announce(ctx)
     try:
-        job = set_up(ctx)
+        revival = revive(ctx)
+        job = set_up(ctx, revival)
         train(ctx, job)
         finish(ctx, job)
         verdict = Verdict(
@@ -53,48 +60,59 @@ def run(plan: Plan, rank: Rank, control: ControlPlane, launch: int) -> ExitCode:
     except StopTraining as stop:
         verdict = _verdict(stop.reason, str(stop), stop.exit_code, ctx.committed_step)
         ctx.events.write("stop", step=ctx.committed_step, reason=stop.reason, message=str(stop))
+    except RespawnNow as error:
+        _start_again(ctx, str(error))
+    except ControlPlaneLost:
+        ctx.page.leave("lost its peers")
+        raise
     if ctx.is_main:
         write_verdict(ctx.run_dir, verdict)
         ctx.console.say(f"{verdict.reason}: {verdict.message}")
     ctx.control.exchange([])  # nobody leaves before the verdict is on the disk
+    ctx.page.leave(verdict.reason)
     ctx.watcher.close()
     ctx.flag.close()
     ctx.events.close()
     return verdict.exit_code
 
 
-def _context(plan: Plan, rank: Rank, control: ControlPlane, launch: int) -> Context:
+def _context(plan: Plan, rank: Rank, control: ControlPlane, launch: int, generation: int) -> Context:
     place = rank.environment
     run_dir = Path(plan.run_dir)
     console = Console(main=place.rank == 0)
-    events = EventLog(run_dir, place.rank, launch)
+    events = EventLog(run_dir, place.rank, launch, generation)
     store: Any = dist.distributed_c10d._get_default_store() if place.world_size > 1 else None
     ctx = Context(
         plan=plan,
         run_dir=run_dir,
         rank=rank,
         launch=launch,
+        generation=generation,
         control=control,
         flag=FailureFlag(world_size=place.world_size, store=store),
         watcher=Watcher(
             rank=place.rank,
             world_size=place.world_size,
             store=store,
-            key=f"launch-{launch}",
+            key=f"launch-{launch}-g{generation}",
             deadline_s=plan.config.oom.stop_timeout_s,
             leave=lambda declared: _leave(ctx, declared),
         ),
-        injector=FaultInjector(plan.injections, rank=place.rank, device=str(rank.device)),
+        injector=FaultInjector(
+            plan.injections, rank=place.rank, device=str(rank.device), fired=run_dir / "injected" / f"L{launch:04d}"
+        ),
+        page=ProgressPage(run_dir, place.rank, launch=launch, generation=generation),
         events=events,
         console=console,
         policy=first_caps(plan.config),
     )
 
-    def remember(number: int, _frame: FrameType | None) -> None:
-        ctx.signalled.append(signal.Signals(number).name)
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, remember)
+    listen(
+        run_dir,
+        restarted_by_agent=ctx.can_respawn and place.world_size > 1,
+        stop=ctx.signalled.append,
+        leave=lambda: _end_for_peers(ctx),
+    )
     return ctx
 
 
@@ -126,6 +144,8 @@ def _verdict(reason: str, message: str, exit_code: ExitCode, step: int) -> Verdi
 def _leave(ctx: Context, declared: Declared) -> None:
     """In the watcher's thread, on every rank: the main thread may never come back from its collective."""
     stop = json.loads(declared.message)
+    if "respawn" in stop:
+        _start_again(ctx, stop["respawn"])
     silent = f" (no answer from ranks {list(declared.silent_ranks)})" if declared.silent_ranks else ""
     verdict = _verdict(stop["reason"], stop["message"] + silent, ExitCode(stop["exit_code"]), ctx.committed_step)
     ctx.events.write("stop", step=ctx.committed_step, reason=verdict.reason, message=verdict.message)
@@ -136,12 +156,31 @@ def _leave(ctx: Context, declared: Declared) -> None:
     os._exit(process_status(ctx.rank, verdict.exit_code))
 
 
+def _start_again(ctx: Context, message: str) -> NoReturn:
+    """Leave with all other ranks, to be started again with them."""
+    ctx.page.leave("respawn")
+    if ctx.is_main:
+        ctx.console.say(f"{message}; all ranks start again")
+    sys.stdout.flush()
+    os._exit(RESPAWN_STATUS)
+
+
+def _end_for_peers(ctx: Context) -> NoReturn:
+    """Another rank has died, and whoever started the ranks ends the others to start all of them again."""
+    ctx.page.leave("another rank died")
+    sys.stdout.flush()
+    os._exit(int(ExitCode.RANK_LOST))
+
+
 def process_status(rank: Rank, code: ExitCode) -> int:
     """What this process returns: under our launcher 0, for torchelastic would restart the ranks for anything else."""
     return 0 if rank.environment.under_launcher else int(code)
 
 
 def lost(error: ControlPlaneLost) -> NoReturn:
-    """The end of a rank whose peers are gone: at once, for a data plane with a dead rank can't be taken down."""
+    """The end of a rank whose peers are gone: at once, for a data plane with a dead rank can't be taken down.
+
+    Where the ranks are started again, this status has torchelastic do so.
+    """
     print(f"rank lost: {error}", file=sys.stderr, flush=True)
     os._exit(int(ExitCode.RANK_LOST))

@@ -22,17 +22,17 @@ def save(ctx: Context, job: Job) -> None:
     began = time.monotonic()
 
     def gather(at: Attempt) -> tuple[NamedTensors, OptimizerState]:
-        ctx.injector.at("save", at.key.step, at.key.attempt)
+        ctx.injector.at("save", at.key.step)
         return job.strategy.trainable(), job.strategy.optimizer_state()
 
     def write(at: Attempt) -> CheckpointRef | None:
-        at.phase = "write"
+        at.enter("write")
         if not ctx.is_main:
             return None
         return job.store.write(train_state(ctx, job), adapter, optimizer, job.peft_config, tied=job.tied)
 
     def publish(at: Attempt) -> None:
-        at.phase = "publish"
+        at.enter("publish")
         if written is not None:
             job.store.publish(written)
 

@@ -29,9 +29,10 @@ from allranks.train.context import Context
 from allranks.train.job import Job, Position
 from allranks.train.model import ModelParts, load_model, load_tokenizer, model_max_length
 from allranks.train.process import spread
+from allranks.train.respawning import Revival, tell
 from allranks.train.scaler import LossScale
 from allranks.train.schedule import total_steps
-from allranks.train.together import Attempt, together
+from allranks.train.together import Attempt, remember_caps, together
 
 
 def first_caps(config: RunConfig) -> PolicyState:
@@ -45,8 +46,11 @@ def first_caps(config: RunConfig) -> PolicyState:
     )
 
 
-def set_up(ctx: Context) -> Job:
+def set_up(ctx: Context, revival: Revival | None) -> Job:
     """Load everything and resume if there is something to resume from.
+
+    Args:
+        revival: what ended the ranks before these, if they were started again.
 
     Raises:
         StopTraining: all ranks agreed to stop: a fault in what the user gave, or out of memory while loading.
@@ -54,6 +58,8 @@ def set_up(ctx: Context) -> Job:
     config = ctx.plan.config
     store = CheckpointStore(ctx.run_dir, config.output.save_total_limit)
     ref = _checkpoint_to_resume(ctx, store)
+    if revival is not None:
+        tell(ctx, revival, 0 if ref is None else ref.step)
     tokenizer, data = _load_data(ctx)
     parts = _load_model(ctx, tokenizer, data)
     before = packed_weights(parts.model)
@@ -94,6 +100,7 @@ def set_up(ctx: Context) -> Job:
     )
     if ref is not None:
         _resume(ctx, job, ref)
+    remember_caps(ctx)
     job.total_steps = total_steps(config.training, job.order.steps_per_epoch, smoke=ctx.plan.smoke)
     return job
 
@@ -104,7 +111,7 @@ def _checkpoint_to_resume(ctx: Context, store: CheckpointStore) -> CheckpointRef
     def look(_: Attempt) -> CheckpointRef | None:
         if not ctx.is_main:
             return None
-        if ctx.plan.resume == "never":
+        if ctx.plan.resume == "never" and ctx.generation == 0:
             aside = store.set_aside()
             if aside is not None:
                 ctx.note(f"starting anew as asked; the earlier checkpoints are in {aside.name}")
@@ -113,7 +120,7 @@ def _checkpoint_to_resume(ctx: Context, store: CheckpointStore) -> CheckpointRef
         for word in store.prune():
             ctx.note(word)
         if ref is None:
-            if ctx.plan.resume == "must":
+            if ctx.plan.resume == "must" and ctx.generation == 0:
                 raise ProblemsError("--resume must", [_nothing_to_resume(store)])
             return None
         for word in ref.notes:
@@ -145,7 +152,7 @@ def _load_data(ctx: Context) -> tuple[Any, PreparedData]:
     config = ctx.plan.config
 
     def load(at: Attempt, *, mine: bool) -> tuple[Any, tuple[str, ...], PreparedData] | None:
-        at.phase = "data"
+        at.enter("data")
         if not mine:
             return None
         tokenizer, words = load_tokenizer(config)
@@ -196,8 +203,8 @@ def _tokenising(ctx: Context, done: int, total: int) -> None:
 
 
 def _load_model(ctx: Context, tokenizer: Any, data: PreparedData) -> ModelParts:
-    def load(at: Attempt) -> ModelParts:
-        ctx.injector.at("load", 0, at.key.attempt)
+    def load(_: Attempt) -> ModelParts:
+        ctx.injector.at("load", 0)
         return load_model(
             ctx.plan.config,
             tokenizer=tokenizer,
@@ -236,7 +243,7 @@ def _resume(ctx: Context, job: Job, ref: CheckpointRef) -> None:
     """Restore the shared state of `ref` on every rank."""
 
     def restore(at: Attempt) -> None:
-        at.phase = "resume"
+        at.enter("resume")
         state, adapter, optimizer = job.store.load(ref)
         problem = fingerprint_difference(state.fingerprint, job.order.fingerprint)
         if problem is not None:
@@ -255,7 +262,8 @@ def _resume(ctx: Context, job: Job, ref: CheckpointRef) -> None:
         job.cost = Cost(a=state.cost[0], b=state.cost[1])
         job.earlier_s = state.wall_s
         job.approximate = state.approximate
-        if _same_room(job.store.saved_plan(ref), ctx.plan):
+        # The caps of a generation that died are newer than those of its checkpoint.
+        if ctx.generation == 0 and _same_room(job.store.saved_plan(ref), ctx.plan):
             ctx.policy = PolicyState.start(train=state.caps, evaluation=state.eval_caps)
 
     together(ctx, "load", 0, restore, collective=ctx.world_size > 1 and job.strategy.gathers)

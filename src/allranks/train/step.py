@@ -9,7 +9,6 @@ import torch
 
 from allranks.batches.split import split
 from allranks.coordinator.agreement import ROW_WIDTH, vote_two
-from allranks.coordinator.attempt import Failed, run_attempt
 from allranks.coordinator.ballots import StepBallot, StepTally, StepVerdict, fingerprint
 from allranks.coordinator.policy import Stop, decide_step
 from allranks.data.collate import pad_batch
@@ -17,7 +16,7 @@ from allranks.errors import StopTraining
 from allranks.train.context import Context
 from allranks.train.job import Job
 from allranks.train.loss import weighted_loss
-from allranks.train.together import Attempt, print_traceback, stop_half_done, together
+from allranks.train.together import Attempt, half_done, together
 
 MicroBatches = tuple[tuple[int, ...], ...]
 """Sample ids of each micro-batch of one rank; an empty one is a filler that keeps the ranks in lockstep."""
@@ -129,15 +128,14 @@ def _forward_backward(ctx: Context, job: Job, ids: tuple[int, ...], at: Attempt)
         if not job.strategy.lockstep:
             ctx.flag.leave_if_raised(at.key)
         batch = pad_batch([data[i] for i in sample_ids], job.tokenizer.pad_token_id)
-        at.phase, at.micro_step, at.sample_ids = "forward", micro_step, sample_ids
-        at.tokens = batch["input_ids"].numel()
+        at.enter("forward", micro_step=micro_step, sample_ids=sample_ids, tokens=batch["input_ids"].numel())
         torch.manual_seed(
             fingerprint(ctx.plan.config.training.seed, at.key.step, micro_step, ctx.rank.environment.rank)
         )
-        ctx.injector.at("forward", at.key.step, at.key.attempt)
+        ctx.injector.at("forward", at.key.step)
         # A filler's dummy has no target: any weight gives 0.
         losses.append(_micro_step(ctx, job, batch, [weights[i] for i in sample_ids] or [0.0], at))
-    at.phase, at.micro_step, at.sample_ids, at.tokens = "reserve", None, (), 0
+    at.enter("reserve")
     job.strategy.reserve()
     sizes = [(len(micro), max(int(data.lengths[i]) for i in micro)) for part in parts for micro in part if micro]
     return Part(
@@ -159,8 +157,8 @@ def _micro_step(
     loss = weighted_loss(logits, labels, torch.tensor(weights, dtype=torch.float32, device=labels.device))
     if ctx.injector.poison(at.key.step, at.key.attempt):
         loss = loss * math.nan
-    at.phase = "backward"
-    logits.register_hook(ctx.injector.in_backward(at.key.step, at.key.attempt))  # type: ignore[no-untyped-call]
+    at.enter("backward", micro_step=at.micro_step, sample_ids=at.sample_ids, tokens=at.tokens)
+    logits.register_hook(ctx.injector.in_backward(at.key.step))  # type: ignore[no-untyped-call]
     job.strategy.backward(loss * job.scale.value)
     return loss.detach()
 
@@ -174,17 +172,13 @@ def _weights(ctx: Context, job: Job, ids: tuple[int, ...]) -> dict[int, float]:
 
 
 def _reduce(ctx: Context, job: Job, step: int) -> float:
-    """Sum the gradients over the ranks. A failure here leaves peers inside a collective: all ranks stop."""
-    key = ctx.key("step", step, 0)
+    """Sum the gradients over the ranks. A failure here leaves peers inside a collective."""
 
     def work() -> float:
-        ctx.injector.at("reduce", step, 0)
+        ctx.injector.at("reduce", step)
         return job.strategy.reduce()
 
-    outcome = run_attempt(work, on_failure=print_traceback)
-    if isinstance(outcome, Failed):
-        stop_half_done(ctx, outcome, key, "reduce")
-    return outcome.value
+    return half_done(ctx, "reduce", step, work)
 
 
 def _not_finite(ctx: Context, vote: StepTally, part: Part, ids: tuple[int, ...], losses: list[float]) -> StopTraining:

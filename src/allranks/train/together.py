@@ -14,11 +14,13 @@ import torch
 
 from allranks.coordinator.agreement import ControlPlaneLost, vote_one
 from allranks.coordinator.attempt import AttemptKey, AttemptPhase, Failed, run_attempt
+from allranks.coordinator.autopsy import LastWords, write_caps, write_last_words
 from allranks.coordinator.ballots import Ballot, Tally, fingerprint
 from allranks.coordinator.failure import classify, read_all
 from allranks.coordinator.kinds import TRAITS, FailureKind
-from allranks.coordinator.policy import Go, Retry, Stop, decide
-from allranks.errors import StopTraining
+from allranks.coordinator.policy import Go, Respawn, Retry, Stop, decide
+from allranks.coordinator.respawn import Death
+from allranks.errors import AllranksError, ExitCode, StopTraining
 from allranks.train.context import Context
 
 T = TypeVar("T")
@@ -35,6 +37,7 @@ class Attempt:
     Attributes:
         key: its name, the same on all ranks.
         phase: what it is doing, e.g. ``backward``.
+        entered: told when another phase or micro-batch begins.
         micro_step: index of the micro-batch.
         sample_ids: samples of that micro-batch.
         tokens: its tokens, padding included.
@@ -42,9 +45,23 @@ class Attempt:
 
     key: AttemptKey
     phase: str
+    entered: Callable[[str, int, int, int], None]
     micro_step: int | None = None
     sample_ids: tuple[int, ...] = ()
     tokens: int = 0
+
+    def enter(
+        self, phase: str, *, micro_step: int | None = None, sample_ids: tuple[int, ...] = (), tokens: int = 0
+    ) -> None:
+        """Go on to another phase, or to another micro-batch."""
+        self.phase, self.micro_step, self.sample_ids, self.tokens = phase, micro_step, sample_ids, tokens
+        self.entered(phase, self.key.step, len(sample_ids), tokens)
+
+
+class RespawnNow(AllranksError):
+    """This rank leaves with all others, to be started again with them; the last words are written."""
+
+    exit_code = ExitCode.RANK_LOST
 
 
 def together(
@@ -68,11 +85,13 @@ def together(
 
     Raises:
         StopTraining: all ranks agreed to stop.
+        RespawnNow: all ranks leave, to be started again.
         ControlPlaneLost: a rank is gone.
     """
     attempt = 0
     while True:
-        at = Attempt(key=ctx.key(phase, step, attempt), phase=phase)
+        at = Attempt(key=ctx.key(phase, step, attempt), phase=phase, entered=ctx.entered)
+        at.enter(phase)
         began = time.monotonic()
         outcome = run_attempt(partial(work, at), on_failure=print_traceback)
         ballot = Ballot(
@@ -85,14 +104,25 @@ def together(
         if isinstance(outcome, Failed):
             ballot = _failing(ctx, ballot, outcome, at, in_collective=collective)
             if collective:
-                declare(ctx, ballot, at.key)
+                declare(ctx, ballot, at)
         tally = vote_one(ctx.control, ballot)
-        decision = decide(ctx.policy, tally, ctx.plan.config.oom, phase=phase, can_retry=not collective)
+        decision = decide(
+            ctx.policy,
+            tally,
+            ctx.plan.config.oom,
+            phase=phase,
+            can_retry=not collective,
+            can_respawn=ctx.can_respawn,
+        )
         if isinstance(decision, Go):
             assert not isinstance(outcome, Failed)
             return outcome.value, tally
         if isinstance(decision, Stop):
             raise explained(ctx, decision, at.key, tally.cause_rank)
+        if isinstance(decision, Respawn):
+            if tally.cause_rank == ctx.rank.environment.rank:
+                _last_words(ctx, decision, at)
+            raise RespawnNow(decision.message)
         _retry(ctx, decision, at.key, tally)
         attempt += 1
 
@@ -117,6 +147,7 @@ def _failing(ctx: Context, ballot: Ballot, failed: Failed, at: Attempt, *, in_co
 
 def _retry(ctx: Context, decision: Retry, key: AttemptKey, tally: Tally) -> None:
     ctx.policy = decision.state
+    remember_caps(ctx)
     caps = decision.state.side(key.phase).caps
     if ctx.is_main:
         ctx.console.say(decision.message)
@@ -130,10 +161,49 @@ def _retry(ctx: Context, decision: Retry, key: AttemptKey, tally: Tally) -> None
     )
 
 
-def stop_half_done(ctx: Context, failed: Failed, key: AttemptKey, phase: str) -> NoReturn:
-    """Stop all ranks: this one failed in or beside a collective of the data plane, outside an attempt."""
-    ballot = Ballot(committed_step=ctx.committed_step, caps_fingerprint=0)
-    declare(ctx, _failing(ctx, ballot, failed, Attempt(key=key, phase=phase), in_collective=True), key)
+def half_done(ctx: Context, phase: str, step: int, work: Callable[[], T]) -> T:
+    """Do what is never retried in place: a failure in it leaves a collective, or the step, half-done on some ranks.
+
+    Raises:
+        StopTraining: with one rank: it stops.
+        RespawnNow: with one rank: it starts again.
+    """
+    at = Attempt(key=ctx.key("step", step, 0), phase=phase, entered=ctx.entered)
+    at.enter(phase)
+    outcome = run_attempt(work, on_failure=print_traceback)
+    if isinstance(outcome, Failed):
+        ballot = Ballot(committed_step=ctx.committed_step, caps_fingerprint=0)
+        declare(ctx, _failing(ctx, ballot, outcome, at, in_collective=True), at)
+    return outcome.value
+
+
+def _last_words(ctx: Context, decision: Respawn, at: Attempt) -> None:
+    """For the ranks of the next generation."""
+    rank = ctx.rank.environment.rank
+    death = Death(
+        kind=decision.kind,
+        message=decision.message,
+        rank=rank,
+        step=at.key.step,
+        phase=at.phase,
+        committed_step=ctx.committed_step,
+        cut=decision.state.caps != ctx.policy.caps,
+    )
+    words = LastWords(death=death, state=decision.state)
+    try:
+        write_last_words(ctx.run_dir, words, launch=ctx.launch, generation=ctx.generation, rank=rank)
+    except OSError as error:
+        ctx.console.say(f"the reason of the restart could not be written: {error.strerror}")
+
+
+def remember_caps(ctx: Context) -> None:
+    """Keep the caps on disk, for ranks that have to start again without last words."""
+    if not (ctx.is_main and ctx.can_respawn):
+        return
+    try:
+        write_caps(ctx.run_dir, ctx.policy, launch=ctx.launch)
+    except OSError as error:
+        ctx.console.say(f"the caps could not be written for a restart: {error.strerror}")
 
 
 def explained(ctx: Context, stop: Stop, key: AttemptKey, cause_rank: int | None) -> StopTraining:
@@ -142,25 +212,39 @@ def explained(ctx: Context, stop: Stop, key: AttemptKey, cause_rank: int | None)
     Of a lack of memory the stop itself tells everything; the whole text is in the record.
     """
     records = read_all(ctx.run_dir, launch=key.launch, step=key.step)
-    words = next((r for r in reversed(records) if r.rank == cause_rank and r.attempt == key.attempt), None)
+    mine = (cause_rank, key.generation, key.attempt)
+    words = next((r for r in reversed(records) if (r.rank, r.generation, r.attempt) == mine), None)
     if words is None or TRAITS[words.kind].memory:
         return stop.error()
     text = words.message.partition(": ")[2] if words.kind in _SELF_EXPLAINED else f"{stop.message}\n{words.message}"
     return StopTraining(stop.reason, text, stop.exit_code)
 
 
-def declare(ctx: Context, ballot: Ballot, key: AttemptKey) -> NoReturn:
-    """Stop all ranks through their watchers: this rank failed where its peers may sit in a collective."""
+def declare(ctx: Context, ballot: Ballot, at: Attempt) -> NoReturn:
+    """End all ranks through their watchers: this one failed where its peers may sit in a collective."""
+    key = at.key
     me = ctx.rank.environment.rank
     well = Ballot(committed_step=ballot.committed_step, caps_fingerprint=ballot.caps_fingerprint)
     tally = Tally(ballots=tuple(ballot if rank == me else well for rank in range(ctx.world_size)))
-    stop = decide(ctx.policy, tally, ctx.plan.config.oom, phase=key.phase, can_retry=not ctx.lockstep)
-    assert isinstance(stop, Stop)
+    decision = decide(
+        ctx.policy,
+        tally,
+        ctx.plan.config.oom,
+        phase=key.phase,
+        can_retry=not ctx.lockstep,
+        can_respawn=ctx.can_respawn,
+    )
+    assert isinstance(decision, Stop | Respawn)
     if ballot.secondary:
         # A peer is gone, or has declared: then our own watcher ends us within this time.
         time.sleep(_PEER_PATIENCE_S)
-        raise ControlPlaneLost(stop.message)
-    error = explained(ctx, stop, key, me)
+        raise ControlPlaneLost(decision.message)
+    if isinstance(decision, Respawn):
+        _last_words(ctx, decision, at)
+        if ctx.world_size == 1:
+            raise RespawnNow(decision.message)
+        ctx.watcher.declare(json.dumps({"respawn": decision.message}))
+    error = explained(ctx, decision, key, me)
     if ctx.world_size == 1:
         raise error
     ctx.watcher.declare(json.dumps({"reason": error.reason, "message": str(error), "exit_code": int(error.exit_code)}))

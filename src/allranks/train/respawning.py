@@ -1,0 +1,139 @@
+"""The start of a generation: which one it is, what ended the one before, and whether the ranks go on."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from allranks.coordinator.agreement import ControlPlane
+from allranks.coordinator.autopsy import examine, read_caps
+from allranks.coordinator.policy import PolicyState
+from allranks.coordinator.respawn import GiveUp, may_go_on, read_ledger, started, write_ledger
+from allranks.errors import ExitCode, StopTraining
+from allranks.train.context import Context
+from allranks.train.together import Attempt, remember_caps, together
+
+
+@dataclass(frozen=True, kw_only=True)
+class Revival:
+    """What all ranks know of the death before them.
+
+    Attributes:
+        kind: what went wrong.
+        rank: whose failure it was; None if nobody knows.
+        message: what happened, in one clause.
+        step: optimizer step that was being tried.
+        phase: where in it.
+        committed_step: last step that was made.
+        cut: the caps were made smaller for it.
+        used: of the budget of this cause, this restart included.
+    """
+
+    kind: str
+    rank: int | None
+    message: str
+    step: int
+    phase: str
+    committed_step: int
+    cut: bool
+    used: int
+
+
+def agreed_generation(run_dir: Path, control: ControlPlane, launch: int) -> int:
+    """Count this start; the same number on all ranks. On each node torchelastic counts otherwise, so rank 0 does.
+
+    Raises:
+        StopTraining: the run directory can't be written.
+    """
+    text = ""
+    if control.rank == 0:
+        try:
+            text = str(started(run_dir, launch).generation)
+        except OSError as error:
+            text = f"{error.filename or run_dir}: {error.strerror}"
+    text = control.broadcast_text(text)
+    if not text.isdecimal():
+        raise StopTraining("storage", f"the run directory can't be written: {text}", ExitCode.STORAGE)
+    return int(text)
+
+
+def revive(ctx: Context) -> Revival | None:
+    """Find out why the last generation ended, and take over its caps; None in the first one.
+
+    Raises:
+        StopTraining: the budget of this cause is used up, or the same fault came back at the same place.
+    """
+    if ctx.generation == 0:
+        return None
+
+    def look(at: Attempt) -> str:
+        at.enter("revive")
+        return _judged(ctx) if ctx.is_main else ""
+
+    told, _ = together(ctx, "load", 0, look)
+    fields = json.loads(ctx.control.broadcast_text(told))
+    if fields["state"] is not None:
+        ctx.policy = PolicyState.from_json(fields["state"])
+        remember_caps(ctx)
+    if fields["give_up"] is not None:
+        stop = GiveUp(**fields["give_up"])
+        raise StopTraining(stop.reason, stop.message, ExitCode(stop.exit_code))
+    return Revival(**fields["revival"])
+
+
+def _judged(ctx: Context) -> str:
+    """Rank 0's judgement as JSON; the death is in the ledger then."""
+    ledger = read_ledger(ctx.run_dir)
+    assert ledger is not None and ledger.generation == ctx.generation
+    known = read_caps(ctx.run_dir, launch=ctx.launch)
+    finding = examine(ctx.run_dir, launch=ctx.launch, generation=ctx.generation - 1, known=known)
+    ledger = ledger.after(finding.death)
+    write_ledger(ctx.run_dir, ledger)
+    give_up = may_go_on(ledger, max_respawns=ctx.plan.config.oom.max_respawns)
+    death = finding.death
+    return json.dumps(
+        {
+            "give_up": None if give_up is None else give_up.__dict__,
+            "state": None if finding.state is None else finding.state.to_json(),
+            "revival": {
+                "kind": str(death.kind),
+                "rank": death.rank,
+                "message": death.message,
+                "step": death.step,
+                "phase": death.phase,
+                "committed_step": death.committed_step,
+                "cut": death.cut,
+                "used": ledger.used(death.cause),
+            },
+        }
+    )
+
+
+def tell(ctx: Context, revival: Revival, resumed_step: int) -> None:
+    """Say once what happened and where the run goes on."""
+    caps = ctx.policy.train.caps
+    budget = ctx.plan.config.oom.max_respawns
+    abandoned = range(resumed_step + 1, revival.committed_step + 1)
+    ctx.events.write(
+        "respawn",
+        step=revival.step,
+        phase=revival.phase,
+        failure=revival.kind,
+        failed_rank=revival.rank,
+        message=revival.message,
+        caps=[caps.max_samples, caps.max_tokens],
+        resumed_step=resumed_step,
+        abandoned_steps=[abandoned.start, abandoned.stop - 1] if abandoned else [],
+        used=revival.used,
+        max_respawns=budget,
+    )
+    if not ctx.is_main:
+        return
+    where = f"the checkpoint of step {resumed_step}" if resumed_step else "step 0, for there is no checkpoint yet"
+    again = f"; {len(abandoned)} step{'s' * (len(abandoned) > 1)} made since then are made again" if abandoned else ""
+    smaller = f", with at most {caps.max_samples} samples per micro-batch" if revival.cut else ""
+    ctx.console.say(
+        f"{revival.message}; all ranks were started again (restart {ctx.generation}; {revival.used} of {budget} "
+        f"used for this cause) and go on from {where}{again}{smaller}"
+    )

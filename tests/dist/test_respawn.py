@@ -1,0 +1,199 @@
+"""All ranks start again when nothing can be retried in place, and the run ends as if nothing had happened."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs import Finished, config_of, launch
+
+pytestmark = pytest.mark.timeout(300)
+
+STEPS = 8
+SAVED_EVERY = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One disturbed run.
+
+    Attributes:
+        profile: of the run.
+        ranks: how many.
+        faults: what is injected, and after which step all ranks go on again, in their order.
+        kind: of the first death, as the event has it.
+        failed_rank: whose failure the first death was.
+        resumed: committed step of the checkpoint that each restart went on from.
+    """
+
+    profile: str
+    ranks: int
+    faults: tuple[str, ...]
+    kind: str
+    failed_rank: int
+    resumed: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        return f"{self.profile}-{self.faults[0].replace('=', '-').replace(',', '-')}"
+
+
+CASES = [
+    Case(
+        profile="ddp",
+        ranks=2,
+        faults=("rank=1,step=5,phase=forward,kind=sigkill",),
+        kind="killed",
+        failed_rank=1,
+        resumed=(3,),
+    ),
+    Case(
+        profile="zero2",
+        ranks=2,
+        faults=("rank=1,step=2,phase=step,kind=oom",),
+        kind="cuda_oom",
+        failed_rank=1,
+        resumed=(0,),
+    ),
+    Case(
+        profile="zero3",
+        ranks=2,
+        faults=("rank=0,step=7,phase=backward,kind=exit", "rank=1,step=3,phase=save,kind=sigkill"),
+        kind="killed",
+        failed_rank=1,
+        resumed=(0, 6),
+    ),
+    Case(
+        profile="fsdp",
+        ranks=2,
+        faults=("rank=1,step=4,phase=backward,kind=alloc", "rank=0,step=4,phase=backward,kind=oom"),
+        kind="",
+        failed_rank=-1,
+        resumed=(3,),
+    ),
+    Case(
+        profile="single",
+        ranks=1,
+        faults=("rank=0,step=7,phase=backward,kind=exit",),
+        kind="native_exit",
+        failed_rank=0,
+        resumed=(6,),
+    ),
+    Case(
+        profile="ddp",
+        ranks=2,
+        faults=("rank=1,step=1,phase=load,kind=sigkill",),
+        kind="killed",
+        failed_rank=1,
+        resumed=(0,),
+    ),
+    Case(
+        profile="ddp",
+        ranks=2,
+        faults=("rank=0,step=4,phase=reduce,kind=error",),
+        kind="size_mismatch",
+        failed_rank=0,
+        resumed=(3,),
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("respawn")
+
+
+def _config(model: Path, folder: Path, name: str, **changes: Any) -> dict[str, Any]:
+    chosen = {"training__max_steps": STEPS, "output__save_steps": SAVED_EVERY, "output__name": name, **changes}
+    return config_of(model, folder, **chosen)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tiny_llama_dir: Path, folder: Path) -> Finished:
+    run = launch(_config(tiny_llama_dir, folder, "whole"), folder, profile="ddp", ranks=2)
+    assert run.status == 0, run.output
+    return run
+
+
+def _adapter(run: Finished) -> torch.Tensor:
+    tensors = run.tensors("adapter/adapter_model.safetensors")
+    return torch.cat([tensors[name].flatten() for name in sorted(tensors) if "lora_B" in name])
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_the_run_ends_as_if_nothing_had_happened(
+    case: Case, undisturbed: Finished, tiny_llama_dir: Path, folder: Path
+) -> None:
+    config = _config(tiny_llama_dir, folder, case.name)
+    run = launch(config, folder, profile=case.profile, ranks=case.ranks, inject=case.faults)
+    assert run.status == 0, run.output
+    assert run.verdict["reason"] == "finished"
+
+    deaths = run.events("respawn")
+    assert [event["resumed_step"] for event in deaths] == list(case.resumed), deaths
+    assert [event["generation"] for event in deaths] == list(range(1, len(deaths) + 1))
+    if case.kind:
+        assert (deaths[0]["failure"], deaths[0]["failed_rank"]) == (case.kind, case.failed_rank), deaths
+    for fault in case.faults:
+        assert "did not happen" not in run.output.partition("drill: ")[2], fault
+
+    # The committed lineage: each step's last life, with the samples of the undisturbed run, on every rank.
+    assert run.committed() == undisturbed.committed()
+    for step, ids in run.committed().items():
+        taken = []
+        for rank in range(case.ranks):
+            last = [event for event in run.events("step", rank) if event["step"] == step][-1]
+            taken += [sample for micro in last["micro_batches"] for sample in micro]
+        assert sorted(taken) == sorted(ids)
+    losses = {event["step"]: event["loss"] for event in run.events("step")}
+    assert [losses[step] for step in sorted(losses)] == pytest.approx(undisturbed.losses(), rel=1e-4)
+    difference = _adapter(run) - _adapter(undisturbed)
+    assert float(difference.norm() / _adapter(undisturbed).norm()) < 2e-2
+
+
+def test_what_was_abandoned_is_told(tiny_llama_dir: Path, folder: Path) -> None:
+    """The story of the deaths from the events of rank 0 alone."""
+    config = _config(tiny_llama_dir, folder, "told")
+    faults = ("rank=1,step=6,phase=backward,kind=exit,times=2",)
+    run = launch(config, folder, profile="zero2", ranks=2, inject=faults)
+    assert run.status == 0, run.output
+    first, second = run.events("respawn")
+    for event in (first, second):
+        assert (event["step"], event["phase"], event["failed_rank"]) == (6, "backward", 1)
+        assert (event["resumed_step"], event["abandoned_steps"]) == (3, [4, 5])
+        assert "rank 1 was ended by native code with exit status 1 in step 6 (backward)" in event["message"]
+    # The second got no further than the first, and counts double.
+    assert (first["used"], second["used"], first["max_respawns"]) == (1, 3, 10)
+    lives = [(event["generation"], event["step"]) for event in run.events("step")]
+    assert lives == [(0, s) for s in range(1, 6)] + [(1, 4), (1, 5)] + [(2, s) for s in range(4, STEPS + 1)]
+
+
+def test_the_budget_ends_in_one_message(tiny_llama_dir: Path, folder: Path) -> None:
+    config = _config(tiny_llama_dir, folder, "budget", oom__max_respawns=2)
+    faults = ("rank=1,step=2,phase=forward,kind=sigkill,times=9",)
+    run = launch(config, folder, profile="ddp", ranks=2, inject=faults)
+    assert run.status == 5, run.output
+    assert run.verdict["reason"] == "failure"
+    message = run.verdict["message"]
+    assert message.startswith("rank 1 was killed by SIGKILL in step 2 (forward)"), message
+    assert "restart 2 for this cause would use 3 of oom.max_respawns = 2" in message
+    assert len(run.events("launch")) == 3
+
+
+def test_ranks_that_die_before_they_have_joined_are_not_started_for_ever(tiny_llama_dir: Path, folder: Path) -> None:
+    config = _config(tiny_llama_dir, folder, "stillborn")
+    broken = folder / "broken"
+    broken.mkdir()
+    (broken / "sitecustomize.py").write_text(
+        "import os, sys\n"
+        "if 'allranks.train' in sys.orig_argv and 'accelerate.commands.launch' not in sys.orig_argv:\n"
+        "    os.write(2, b'a broken installation\\n')\n"
+        "    os._exit(1)\n"
+    )
+    run = launch(config, folder, profile="zero2", ranks=2, more_env={"PYTHONPATH": str(broken)})
+    assert run.status == 5, run.output
+    assert "a broken installation" in run.output
+    assert run.output.count("all ranks are started again") <= 1
