@@ -72,7 +72,7 @@ def steps(here: Here) -> None:
         step += 1
         began = time.monotonic()
         here.pulse.beat("forward", step)
-        for _ in range(10):
+        for _ in range(30):
             layers(torch.ones(64, 256)).sum().backward()
         slowest_s = max(slowest_s, time.monotonic() - began)
         rows = here.vote(float((here.folder / "enough").exists()))

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from liveness_stand_in import HUNG_STATUS, Here, enter
 
 HANG_TIMEOUT_S = 2.5
 FOUND_WITHIN_S = HANG_TIMEOUT_S + 3.0
+PATIENT_S = 6.0
+"""Time-out of the tests in which nobody may be reported: a busy machine alone holds a process up for seconds."""
 DEADLINE_S = 90.0
 
 pytestmark = pytest.mark.timeout(240)
@@ -52,11 +55,11 @@ class Ranks:
         folder: where they leave what they have to say.
     """
 
-    def __init__(self, folder: Path, world_size: int, behaviour: str) -> None:
+    def __init__(self, folder: Path, world_size: int, behaviour: str, hang_timeout_s: float) -> None:
         self.folder = folder
         port = free_port()
         self.processes = [
-            SERVER.Process(target=enter_with_output, args=(folder, rank, world_size, port, HANG_TIMEOUT_S, behaviour))
+            SERVER.Process(target=enter_with_output, args=(folder, rank, world_size, port, hang_timeout_s, behaviour))
             for rank in range(world_size)
         ]
         for process in self.processes:
@@ -102,19 +105,26 @@ class Ranks:
     def output(self) -> str:
         return "\n".join(path.read_text() for path in sorted(self.folder.glob("output*.txt")))
 
-    def nobody_was_told(self) -> bool:
-        return not list(self.folder.glob("hung*.json")) and all(one.is_alive() for one in self.processes)
+    def told(self) -> list[str]:
+        """What ranks were told of hangs, and which of them have ended."""
+        return [path.read_text() for path in sorted(self.folder.glob("hung*.json"))] + [
+            f"rank {rank} has ended" for rank, process in enumerate(self.processes) if not process.is_alive()
+        ]
+
+    def finish(self) -> None:
+        self.enough()
+        assert self.statuses() == [0] * len(self.processes), self.told()
 
 
-Start = Callable[[int, str], Ranks]
+Start = Callable[..., Ranks]
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
     started: list[Ranks] = []
 
-    def begin(world_size: int, behaviour: str) -> Ranks:
-        started.append(Ranks(tmp_path, world_size, behaviour))
+    def begin(world_size: int, behaviour: str, hang_timeout_s: float = HANG_TIMEOUT_S) -> Ranks:
+        started.append(Ranks(tmp_path, world_size, behaviour, hang_timeout_s))
         return started[-1]
 
     yield begin
@@ -178,65 +188,62 @@ def test_rank_0_stopped_with_its_store_is_found_and_killed(start: Start) -> None
 
 @pytest.mark.parametrize("paused", [[0], [1], [0, 1]])
 def test_pauses_shorter_than_the_time_out_are_no_hang(start: Start, paused: list[int]) -> None:
-    ranks = start(2, "steps")
+    ranks = start(2, "steps", PATIENT_S)
     ranks.all_ready()
-    for _ in range(4):
+    for _ in range(3):
         for rank in paused:
             ranks.send(rank, signal.SIGSTOP)
-        time.sleep(HANG_TIMEOUT_S * 0.6)
+        time.sleep(PATIENT_S * 0.4)
         for rank in paused:
             ranks.send(rank, signal.SIGCONT)
-        time.sleep(1.0)
-    assert ranks.nobody_was_told(), ranks.output()
-    ranks.enough()
-    assert ranks.statuses() == [0, 0]
+        time.sleep(PATIENT_S * 0.2)
+    assert ranks.told() == []
+    ranks.finish()
 
 
 def test_all_ranks_paused_for_long_and_continued_blame_nobody(start: Start) -> None:
-    ranks = start(2, "steps")
+    ranks = start(2, "steps", PATIENT_S)
     ranks.all_ready()
     for rank in range(2):
         ranks.send(rank, signal.SIGSTOP)
-    time.sleep(2 * HANG_TIMEOUT_S)
+    time.sleep(1.5 * PATIENT_S)
     for rank in range(2):
         ranks.send(rank, signal.SIGCONT)
-    time.sleep(2 * HANG_TIMEOUT_S)
-    assert ranks.nobody_was_told(), ranks.output()
-    ranks.enough()
-    assert ranks.statuses() == [0, 0]
+    time.sleep(PATIENT_S)
+    assert ranks.told() == []
+    ranks.finish()
 
 
 def test_a_rank_slowed_twentyfold_is_not_reported(start: Start) -> None:
-    ranks = start(2, "steps")
+    ranks = start(2, "steps", PATIENT_S)
     ranks.all_ready()
     ended = threading.Event()
 
     def throttle() -> None:
-        while not ended.is_set():
-            ranks.send(1, signal.SIGSTOP)
-            time.sleep(0.19)
-            ranks.send(1, signal.SIGCONT)
-            time.sleep(0.01)
+        with suppress(ProcessLookupError):
+            while not ended.is_set():
+                ranks.send(1, signal.SIGSTOP)
+                time.sleep(0.38)
+                ranks.send(1, signal.SIGCONT)
+                time.sleep(0.02)
 
     throttling = threading.Thread(target=throttle)
     throttling.start()
-    time.sleep(6 * HANG_TIMEOUT_S)
-    told_nobody = ranks.nobody_was_told()
+    time.sleep(4 * PATIENT_S)
+    told = ranks.told()
     ended.set()
     throttling.join()
-    ranks.enough()
-    assert told_nobody, ranks.output()
-    assert ranks.statuses() == [0, 0]
-    assert json.loads((ranks.folder / "steps1").read_text())["slowest_s"] > 1.5 * HANG_TIMEOUT_S, "not slow enough"
+    assert told == []
+    ranks.finish()
+    assert json.loads((ranks.folder / "steps1").read_text())["slowest_s"] > 1.5 * PATIENT_S, "not slow enough"
 
 
 def test_a_slow_rank_without_a_beat_and_those_that_wait_for_it_are_not_reported(start: Start) -> None:
-    ranks = start(3, "rank_0_computes")
+    ranks = start(3, "rank_0_computes", PATIENT_S)
     ranks.all_ready()
-    time.sleep(4 * HANG_TIMEOUT_S)
-    assert ranks.nobody_was_told(), ranks.output()
-    ranks.enough()
-    assert ranks.statuses() == [0, 0, 0]
+    time.sleep(3 * PATIENT_S)
+    assert ranks.told() == []
+    ranks.finish()
 
 
 @pytest.mark.parametrize(
