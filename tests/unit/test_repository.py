@@ -126,7 +126,7 @@ def test_profiles_of_the_readme_are_those_that_ship() -> None:
 
 
 def test_profiles_templates_and_examples_are_counted() -> None:
-    """Each has a test that uses it: profiles in test_profiles.py, templates in tests of slurm/."""
+    """Each has a test that uses it: profiles in test_profiles.py, templates in tests of slurm/, examples in dist/."""
     assert sorted(path.name for path in (ROOT / "profiles").rglob("*.*")) == [
         "ddp.yaml",
         "fsdp.yaml",
@@ -138,6 +138,8 @@ def test_profiles_templates_and_examples_are_counted() -> None:
         assert yaml.safe_load(profile.read_text(encoding="utf-8"))["num_processes"] >= 1
     templates = sorted((ROOT / "slurm").rglob("*.sbatch"))
     assert [path.name for path in templates] == ["multi-node.sbatch", "single-node.sbatch"]
+    examples = sorted(path.name for path in files() if path.parts[0] == "examples")
+    assert examples == ["accelerate_loop.py", "transformers_trainer.py"]
     for template in templates:
         assert subprocess.run(["bash", "-n", template], check=False).returncode == 0
 
