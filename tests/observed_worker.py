@@ -6,6 +6,7 @@ The environment variable ALLRANKS_TEST_OBSERVE holds a JSON object:
   twice: true; one sample of each global batch is taken twice by the rank that has it, and counted once.
   sharding: path; rank 0 writes what FSDP made of the model, and what a forward pass leaves of it (JSON).
   logits: path; rank 0 writes there what the trained model makes of the first training sample (safetensors).
+  slow: object with ``rank`` and ``seconds``; each call of a module takes that rank so much longer.
   loss_scale: the scale that fp16 starts with.
 """
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +102,13 @@ def _keep_logits(path: str) -> None:
     finishing._logits = kept
 
 
+def _slow_down(seconds: float) -> None:
+    """Each module of the model takes so much longer: a rank that gets on, but slowly."""
+    from torch.nn.modules.module import register_module_forward_pre_hook
+
+    register_module_forward_pre_hook(lambda _module, _inputs: time.sleep(seconds))
+
+
 def main() -> int:
     wanted = json.loads(os.environ["ALLRANKS_TEST_OBSERVE"])
     if "gradients" in wanted:
@@ -108,6 +117,8 @@ def main() -> int:
         _watch_sharding(wanted["sharding"])
     if "logits" in wanted:
         _keep_logits(wanted["logits"])
+    if "slow" in wanted and os.environ["RANK"] == str(wanted["slow"]["rank"]):
+        _slow_down(wanted["slow"]["seconds"])
     if "loss_scale" in wanted:
         from allranks.train import scaler
 

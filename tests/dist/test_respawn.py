@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from runs import Finished, config_of, launch
+from runs import Finished, config_of, launch, launch_bare
 
 pytestmark = pytest.mark.timeout(300)
 
 STEPS = 8
 SAVED_EVERY = 3
+HANG_TIMEOUT_S = 12.0
+"""More than loading takes between two looks at the stack on a loaded machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,6 +154,48 @@ def test_the_run_ends_as_if_nothing_had_happened(
     assert [losses[step] for step in sorted(losses)] == pytest.approx(undisturbed.losses(), rel=1e-4)
     difference = _adapter(run) - _adapter(undisturbed)
     assert float(difference.norm() / _adapter(undisturbed).norm()) < 2e-2
+
+
+@pytest.mark.parametrize(
+    ("profile", "fault", "culprit"),
+    [
+        ("ddp", "rank=1,step=5,phase=forward,kind=hang", 1),
+        ("ddp", "rank=0,step=5,phase=backward,kind=sigstop", 0),
+        ("fsdp", "rank=1,step=5,phase=forward,kind=hang", None),
+        ("zero2", "rank=1,step=3,phase=save,kind=sigstop", 1),
+    ],
+)
+def test_a_rank_that_hangs_is_found_and_all_start_again(
+    profile: str, fault: str, culprit: int | None, undisturbed: Finished, tiny_llama_dir: Path, folder: Path
+) -> None:
+    name = f"hang-{profile}-{fault[:6].replace('=', '-')}"
+    config = _config(tiny_llama_dir, folder, name, oom__hang_timeout_s=HANG_TIMEOUT_S)
+    run = launch(config, folder, profile=profile, ranks=2, inject=(fault,))
+    assert run.status == 0, run.output
+    (death,) = run.events("respawn")
+    assert (death["failure"], death["failed_rank"]) == ("hung", culprit), death
+    assert death["message"].startswith(("no progress for", "nothing heard for")), death
+    assert run.committed() == undisturbed.committed()
+    losses = {event["step"]: event["loss"] for event in run.events("step")}
+    assert [losses[step] for step in sorted(losses)] == pytest.approx(undisturbed.losses(), rel=1e-4)
+    stacks = {path.name: path.read_text() for path in (run.run_dir / "stacks" / "L0001-g0").iterdir()}
+    assert sorted(stacks) == ["rank0.txt", "rank1.txt"]
+    if "kind=hang" in fault:
+        assert "injection.py" in stacks["rank1.txt"]
+    else:
+        assert "T (stopped)" in stacks[f"rank{culprit}.txt"]
+    # From the last sign of life of the hung generation to the first of the next: bounded by the time-out.
+    last = max(event["time"] for rank in (0, 1) for event in run.events("step", rank) if event["generation"] == 0)
+    assert run.events("launch")[1]["time"] - last < HANG_TIMEOUT_S + 60
+
+
+def test_a_rank_slowed_twentyfold_is_left_alone(tiny_llama_dir: Path, folder: Path) -> None:
+    timeout_s = 8.0
+    config = _config(tiny_llama_dir, folder, "slow", oom__hang_timeout_s=timeout_s, training__max_steps=1)
+    run = launch_bare(config, folder, profile="ddp", ranks=2, observe={"slow": {"rank": 1, "seconds": 0.08}})
+    assert run.status == 0, run.output
+    assert run.events("step")[0]["seconds"] > timeout_s
+    assert not list(run.run_dir.glob("stacks/*"))
 
 
 def test_what_was_abandoned_is_told(tiny_llama_dir: Path, folder: Path) -> None:

@@ -250,7 +250,7 @@ def test_an_unknown_key_is_answered_with_the_nearest_or_all() -> None:
     assert problem_of(MINIMAL + "lora: {learning_rat: 1}").nearest == "training.learning_rate"
     problem = problem_of(MINIMAL + "oom: {xyzzy: 1}")
     assert problem.nearest is None
-    assert problem.choices == ("max_retries_per_step", "max_respawns", "stop_timeout_s")
+    assert problem.choices == ("max_retries_per_step", "max_respawns", "hang_timeout_s", "stop_timeout_s")
     assert problem_of(MINIMAL + "xyzzy: 1").choices == tuple(section_models())
 
 

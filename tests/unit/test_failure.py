@@ -147,7 +147,7 @@ def test_known_texts_are_classified(exc: Exception, kind: FailureKind) -> None:
     assert classify(exc).kind == kind
 
 
-OF_THE_DEAD = {"killed", "host_killed", "crashed", "native_exit", "native_oom", "lost"}
+OF_THE_DEAD = {"killed", "host_killed", "crashed", "native_exit", "native_oom", "hung", "lost"}
 """Kinds that no exception has: nobody was left to raise it (tests/unit/test_autopsy.py)."""
 
 

@@ -76,6 +76,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "training.eval_on_start": st.booleans(),
     "oom.max_retries_per_step": st.sampled_from([16, 2]),
     "oom.max_respawns": st.sampled_from([10, 0]),
+    "oom.hang_timeout_s": st.sampled_from([600.0, None]),
     "oom.stop_timeout_s": st.sampled_from([60.0, 10.0]),
     "output.dir": st.sampled_from(["runs", "elsewhere"]),
     "output.name": st.sampled_from([None, "name"]),

@@ -83,6 +83,7 @@ FREE_KEYS: dict[str, str] = {
     "training.eval_on_start": "evaluation changes no weight",
     "oom.max_retries_per_step": "a retry takes the same samples",
     "oom.max_respawns": "a restart goes on from a checkpoint with the same samples",
+    "oom.hang_timeout_s": "it only says when to stop waiting",
     "oom.stop_timeout_s": "it only bounds how long a stop may take",
     "output.dir": "a run directory may move",
     "output.name": "a run directory may move",

@@ -173,6 +173,12 @@ class OomConfig(_Section):
         description="Restarts of all ranks from the last checkpoint that one cause may use up, in one launch; one that "
         "got no further counts double. 0: a dead rank ends the run.",
     )
+    hang_timeout_s: float | None = Field(
+        600.0,
+        gt=0,
+        description="Seconds without progress after which a rank is hung: the stacks of all are written, and all start "
+        "again; null: never.",
+    )
     stop_timeout_s: float = Field(
         60.0, gt=0, description="Seconds in which all ranks of fsdp and zero3 must have agreed to stop."
     )

@@ -7,7 +7,8 @@ so all ranks see the same rows and draw the same verdict from them (`ballots`). 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -39,6 +40,8 @@ class ControlPlane:
         """Make the group. All ranks call this at the same place, after the default group was made."""
         self.rank = rank
         self.world_size = world_size
+        self.waiting: Callable[[str], AbstractContextManager[None]] = lambda _what: nullcontext()
+        """Entered around each wait for the other ranks, with what is waited for."""
         self._exchanges = 0
         self._lost: str | None = None
         self._group: ProcessGroup | None = None
@@ -84,7 +87,8 @@ class ControlPlane:
         # A wait cut short by any exception leaves the group's messages out of step for good.
         self._lost = "the control plane was interrupted in an exchange and can't be used again"
         try:
-            all_reduce(table, group=self._group)
+            with self.waiting("a vote"):
+                all_reduce(table, group=self._group)
         except RuntimeError as exc:
             self._lost = f"rank {self.rank} lost its peers: {_gloo_words(exc)}"
             raise ControlPlaneLost(self._lost) from exc
@@ -108,7 +112,8 @@ class ControlPlane:
         box = [text]
         self._lost = "the control plane was interrupted in a broadcast and can't be used again"
         try:
-            broadcast_object_list(box, src=0, group=self._group)
+            with self.waiting("rank 0"):
+                broadcast_object_list(box, src=0, group=self._group)
         except RuntimeError as exc:
             self._lost = f"rank {self.rank} lost its peers: {_gloo_words(exc)}"
             raise ControlPlaneLost(self._lost) from exc

@@ -1,6 +1,7 @@
 """Faults on purpose, for `allranks drill` and for the tests: by rank, step and phase.
 
-``oom``, ``alloc`` and ``error`` raise, ``exit`` and ``sigkill`` end the process at once; ``nan`` raises
+``oom``, ``alloc`` and ``error`` raise, ``exit`` and ``sigkill`` end the process at once, ``sigstop`` and ``hang`` have
+it wait for ever; ``nan`` raises
 nothing: the loop asks `FaultInjector.poison` and makes its own loss NaN. ``alloc`` is no imitation: it asks
 the allocator of the rank's device for more than there is.
 """
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
@@ -95,6 +97,10 @@ def _fail(kind: FaultKind, rank: int, device: str) -> NoReturn:
         os._exit(1)
     if kind == "sigkill":
         os.kill(os.getpid(), signal.SIGKILL)
+    if kind == "sigstop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if kind in ("hang", "sigstop"):
+        threading.Event().wait()
     if kind == "error":
         raise RuntimeError("size mismatch, 3 against 4 (injected)")
 

@@ -46,6 +46,7 @@ class FailureKind(StrEnum):
     CRASHED = "crashed"
     NATIVE_EXIT = "native_exit"
     NATIVE_OOM = "native_oom"
+    HUNG = "hung"
     LOST = "lost"
     OTHER = "other"
 
@@ -166,6 +167,10 @@ TRAITS: dict[FailureKind, Traits] = {
         severity=Severity.RESPAWN,
         memory=True,
         advice=f"native code found no GPU memory and ended the process: {_SMALLER}",
+    ),
+    FailureKind.HUNG: Traits(
+        severity=Severity.RESPAWN,
+        advice="see where each rank stood in the stacks; if it was at work, raise oom.hang_timeout_s",
     ),
     FailureKind.LOST: Traits(severity=Severity.RESPAWN, advice="the rank left no sign of why; look into its log"),
     FailureKind.USER: Traits(severity=Severity.STOP, advice="the message says what to change"),

@@ -45,11 +45,15 @@ class Progress:
 
 
 class ProgressPage:
-    """One rank's page. A disk that refuses it costs only this knowledge."""
+    """One rank's page. A disk that refuses it costs only this knowledge.
+
+    Attributes:
+        now: what it says.
+    """
 
     def __init__(self, run_dir: Path, rank: int, *, launch: int, generation: int) -> None:
         self._map: mmap.mmap | None = None
-        self._now = Progress(
+        self.now = Progress(
             pid=os.getpid(),
             log_bytes=_size(launch_log_path(run_dir, launch, rank)),
         )
@@ -78,18 +82,18 @@ class ProgressPage:
             "samples": samples,
             "tokens": tokens,
         }
-        self._now = replace(self._now, **place)
+        self.now = replace(self.now, **place)
         self._write()
 
     def leave(self, why: str) -> None:
         """This rank is about to leave by itself; the first word stays."""
-        if self._now.left is None:
-            self._now = replace(self._now, left=why)
+        if self.now.left is None:
+            self.now = replace(self.now, left=why)
             self._write()
 
     def _write(self) -> None:
         if self._map is not None:
-            text = json.dumps(asdict(self._now)).encode()
+            text = json.dumps(asdict(self.now)).encode()
             self._map[: len(text) + 1] = text + b"\n"
 
 

@@ -14,7 +14,7 @@ PLAN_VERSION = 1
 
 ProfileKind = Literal["single", "ddp", "zero2", "zero3", "fsdp"]
 Phase = Literal["load", "forward", "backward", "reduce", "step", "eval", "save"]
-FaultKind = Literal["oom", "alloc", "error", "exit", "sigkill", "nan"]
+FaultKind = Literal["oom", "alloc", "error", "exit", "sigkill", "sigstop", "hang", "nan"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +27,8 @@ class Injection:
         phase: where in the step.
         kind: ``oom`` raises torch.OutOfMemoryError; ``alloc`` asks the CPU allocator (or the GPU's, on a GPU)
             for more than the machine has; ``error`` raises a RuntimeError that is no memory fault; ``exit`` calls
-            ``os._exit(1)``; ``sigkill`` kills the process; ``nan`` makes the loss NaN.
+            ``os._exit(1)``; ``sigkill`` kills the process, ``sigstop`` stops it; ``hang`` never returns; ``nan`` makes
+            the loss NaN.
         times: how many attempts in a row fail.
     """
 

@@ -9,7 +9,7 @@ from allranks.plan.plan import Injection, Plan
 from allranks.report.runs import read_run
 from allranks.report.screens import caps_words
 
-_DEADLY = ("exit", "sigkill")
+_DEADLY = ("exit", "sigkill", "sigstop", "hang")
 _SILENT = (*_DEADLY, "nan")
 """Kinds that leave no failure record: nobody is left to write it, or nothing was raised."""
 

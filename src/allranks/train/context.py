@@ -10,7 +10,9 @@ from typing import Any
 from allranks.coordinator.agreement import ControlPlane
 from allranks.coordinator.attempt import AttemptKey, AttemptPhase, Failed, FailureFlag
 from allranks.coordinator.failure import FailureRecord
+from allranks.coordinator.heartbeats import Pulse
 from allranks.coordinator.injection import FaultInjector
+from allranks.coordinator.liveness import Liveness
 from allranks.coordinator.policy import PolicyState
 from allranks.coordinator.progress import ProgressPage
 from allranks.coordinator.watcher import Watcher
@@ -35,6 +37,8 @@ class Context:
         flag: tells peers of a failure early.
         watcher: ends all ranks where no vote can.
         injector: faults to make happen.
+        pulse: tells the other ranks that this one moves.
+        liveness: watches all ranks for one that does not; None if that is switched off.
         page: where this rank is, for the time after its death.
         events: this rank's event log.
         console: what a person sees of this rank.
@@ -53,10 +57,12 @@ class Context:
     flag: FailureFlag
     watcher: Watcher
     injector: FaultInjector
+    pulse: Pulse
     page: ProgressPage
     events: EventLog
     console: Console
     policy: PolicyState
+    liveness: Liveness | None = None
     committed_step: int = 0
     lockstep: bool = False
     signalled: list[str] = field(default_factory=list)
@@ -83,6 +89,7 @@ class Context:
 
     def entered(self, phase: str, step: int, samples: int, tokens: int) -> None:
         """This rank has come to another phase, or to another micro-batch."""
+        self.pulse.beat(phase, step)
         self.page.at(phase, committed_step=self.committed_step, step=step, samples=samples, tokens=tokens)
 
     def note(self, message: str) -> None:

@@ -12,7 +12,11 @@ import torch.distributed as dist
 
 from allranks.coordinator.agreement import ControlPlane, ControlPlaneLost
 from allranks.coordinator.attempt import FailureFlag
+from allranks.coordinator.heartbeats import Hung, Pulse
 from allranks.coordinator.injection import FaultInjector
+from allranks.coordinator.kinds import TRAITS, FailureKind
+from allranks.coordinator.liveness import Liveness
+from allranks.coordinator.policy import Respawn
 from allranks.coordinator.progress import ProgressPage
 from allranks.coordinator.watcher import Declared, Watcher
 from allranks.errors import RESPAWN_STATUS, ExitCode, StopTraining
@@ -26,7 +30,7 @@ from allranks.train.process import Rank
 from allranks.train.respawning import agreed_generation, revive
 from allranks.train.setup import first_caps, set_up
 from allranks.train.signals import listen
-from allranks.train.together import RespawnNow
+from allranks.train.together import RespawnNow, last_words
 from allranks.train.versions import versions
 from allranks.verdict import Verdict, read_verdict, write_verdict
 
@@ -63,11 +67,15 @@ def run(plan: Plan, rank: Rank, control: ControlPlane, launch: int) -> ExitCode:
     except RespawnNow as error:
         _start_again(ctx, str(error))
     except ControlPlaneLost:
+        if ctx.liveness is not None:
+            ctx.liveness.give_way()
         ctx.page.leave("lost its peers")
         raise
     if ctx.is_main:
         write_verdict(ctx.run_dir, verdict)
         ctx.console.say(f"{verdict.reason}: {verdict.message}")
+    if ctx.liveness is not None:
+        ctx.liveness.close()
     ctx.control.exchange([])  # nobody leaves before the verdict is on the disk
     ctx.page.leave(verdict.reason)
     ctx.watcher.close()
@@ -101,12 +109,25 @@ def _context(plan: Plan, rank: Rank, control: ControlPlane, launch: int, generat
         injector=FaultInjector(
             plan.injections, rank=place.rank, device=str(rank.device), fired=run_dir / "injected" / f"L{launch:04d}"
         ),
+        pulse=Pulse(),
         page=ProgressPage(run_dir, place.rank, launch=launch, generation=generation),
         events=events,
         console=console,
         policy=first_caps(plan.config),
     )
 
+    control.waiting = ctx.pulse.waiting
+    if (timeout_s := plan.config.oom.hang_timeout_s) is not None:
+        ctx.liveness = Liveness(
+            rank=place.rank,
+            world_size=place.world_size,
+            store=store or _own_store(),
+            key=f"launch-{launch}-g{generation}",
+            pulse=ctx.pulse,
+            hang_timeout_s=timeout_s,
+            stacks_dir=run_dir / "stacks" / f"L{launch:04d}-g{generation}",
+            on_hang=lambda hung: _hung(ctx, hung),
+        )
     listen(
         run_dir,
         restarted_by_agent=ctx.can_respawn and place.world_size > 1,
@@ -114,6 +135,10 @@ def _context(plan: Plan, rank: Rank, control: ControlPlane, launch: int, generat
         leave=lambda: _end_for_peers(ctx),
     )
     return ctx
+
+
+def _own_store() -> Any:
+    return dist.HashStore()  # type: ignore[attr-defined]
 
 
 def _announce(ctx: Context) -> None:
@@ -154,6 +179,27 @@ def _leave(ctx: Context, declared: Declared) -> None:
         ctx.console.say(f"{verdict.reason}: {verdict.message}")
     sys.stdout.flush()
     os._exit(process_status(ctx.rank, verdict.exit_code))
+
+
+def _hung(ctx: Context, hung: Hung) -> NoReturn:
+    """In a thread of liveness, on every rank that still can: no main thread comes back from this."""
+    first = min(rank for rank in range(ctx.world_size) if rank not in hung.not_answering)
+    me = ctx.rank.environment.rank
+    if me == first:
+        culprit = hung.culprits[0] if hung.culprits else None
+        at = ctx.page.now
+        what = Respawn(state=ctx.policy, kind=FailureKind.HUNG, message=hung.message)
+        last_words(ctx, what, failed_rank=culprit, step=at.step, phase=at.phase)
+        ctx.console.say(hung.message)
+        if not ctx.can_respawn:
+            words = f"{hung.message}; {TRAITS[FailureKind.HUNG].advice}"
+            write_verdict(ctx.run_dir, _verdict("failure", words, ExitCode.RANK_LOST, ctx.committed_step))
+    assert ctx.liveness is not None
+    ctx.liveness.kill_not_answering(hung)
+    if ctx.can_respawn:
+        _start_again(ctx, hung.message)
+    sys.stdout.flush()
+    os._exit(process_status(ctx.rank, ExitCode.RANK_LOST))
 
 
 def _start_again(ctx: Context, message: str) -> NoReturn:

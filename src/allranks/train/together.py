@@ -6,6 +6,7 @@ import json
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import NoReturn, TypeVar
@@ -93,7 +94,8 @@ def together(
         at = Attempt(key=ctx.key(phase, step, attempt), phase=phase, entered=ctx.entered)
         at.enter(phase)
         began = time.monotonic()
-        outcome = run_attempt(partial(work, at), on_failure=print_traceback)
+        with ctx.pulse.waiting("a collective") if collective else nullcontext():
+            outcome = run_attempt(partial(work, at), on_failure=print_traceback)
         ballot = Ballot(
             committed_step=ctx.committed_step,
             caps_fingerprint=fingerprint(ctx.policy.train.caps, ctx.policy.evaluation.caps),
@@ -121,7 +123,7 @@ def together(
             raise explained(ctx, decision, at.key, tally.cause_rank)
         if isinstance(decision, Respawn):
             if tally.cause_rank == ctx.rank.environment.rank:
-                _last_words(ctx, decision, at)
+                last_words(ctx, decision, failed_rank=tally.cause_rank, step=step, phase=at.phase)
             raise RespawnNow(decision.message)
         _retry(ctx, decision, at.key, tally)
         attempt += 1
@@ -170,26 +172,34 @@ def half_done(ctx: Context, phase: str, step: int, work: Callable[[], T]) -> T:
     """
     at = Attempt(key=ctx.key("step", step, 0), phase=phase, entered=ctx.entered)
     at.enter(phase)
-    outcome = run_attempt(work, on_failure=print_traceback)
+    with ctx.pulse.waiting("a collective"):
+        outcome = run_attempt(work, on_failure=print_traceback)
     if isinstance(outcome, Failed):
         ballot = Ballot(committed_step=ctx.committed_step, caps_fingerprint=0)
         declare(ctx, _failing(ctx, ballot, outcome, at, in_collective=True), at)
     return outcome.value
 
 
-def _last_words(ctx: Context, decision: Respawn, at: Attempt) -> None:
-    """For the ranks of the next generation."""
-    rank = ctx.rank.environment.rank
+def last_words(ctx: Context, decision: Respawn, *, failed_rank: int | None, step: int, phase: str) -> None:
+    """Leave the reason for the ranks of the next generation.
+
+    Args:
+        decision: what failed, and what to go on with.
+        failed_rank: whose failure it was; None if nobody knows.
+        step: optimizer step that was being tried.
+        phase: where in it.
+    """
     death = Death(
         kind=decision.kind,
         message=decision.message,
-        rank=rank,
-        step=at.key.step,
-        phase=at.phase,
+        rank=failed_rank,
+        step=step,
+        phase=phase,
         committed_step=ctx.committed_step,
         cut=decision.state.caps != ctx.policy.caps,
     )
     words = LastWords(death=death, state=decision.state)
+    rank = ctx.rank.environment.rank
     try:
         write_last_words(ctx.run_dir, words, launch=ctx.launch, generation=ctx.generation, rank=rank)
     except OSError as error:
@@ -240,7 +250,7 @@ def declare(ctx: Context, ballot: Ballot, at: Attempt) -> NoReturn:
         time.sleep(_PEER_PATIENCE_S)
         raise ControlPlaneLost(decision.message)
     if isinstance(decision, Respawn):
-        _last_words(ctx, decision, at)
+        last_words(ctx, decision, failed_rank=me, step=key.step, phase=at.phase)
         if ctx.world_size == 1:
             raise RespawnNow(decision.message)
         ctx.watcher.declare(json.dumps({"respawn": decision.message}))
