@@ -29,10 +29,12 @@ from typing import Protocol
 import psutil
 
 from allranks.coordinator.attempt import Store
-from allranks.coordinator.heartbeats import Heartbeat, Hung, Pulse, Sighting, find_hung, place_of
+from allranks.coordinator.heartbeats import Heartbeat, Hung, Place, Pulse, Sighting, find_hung, place_of
 
 _PUBLISH_S = 1.0
 _LOOKS_PER_TIMEOUT = 8
+_STACKS_PER_LOOK = 4
+"""A main thread that is mostly inside one call of its loop shows the same stack at two looks out of five."""
 _ANSWER_S = 3.0
 """How long ranks that know of a hang wait for the others to have heard of it: three times `_PUBLISH_S`."""
 _WRITE_S = 2.0
@@ -152,9 +154,11 @@ class Liveness:
             self._answers += 1
             if hung is not None:
                 return hung
-            if self._closed.wait(self._interval_s):
-                self._publish(store, left=True)
-                return None
+            for _ in range(_STACKS_PER_LOOK):
+                self._notice()
+                if self._closed.wait(self._interval_s / _STACKS_PER_LOOK):
+                    self._publish(store, left=True)
+                    return None
 
     def _look(self, store: LivenessStore, passed_s: float) -> Hung | None:
         self._publish(store)
@@ -171,11 +175,17 @@ class Liveness:
         # Who comes second reads what the first one found: all ranks are told the same.
         return _read_hung(store.compare_set(declared, "", json.dumps(asdict(hung), default=str)))
 
-    def _publish(self, store: LivenessStore, *, left: bool = False) -> None:
+    def _notice(self) -> Place:
+        """See whether the main thread has moved since the last look at it."""
         place = self._pulse.place()
         look = (place.beats, _main_stack())
         self._progress += look != self._last_look
         self._last_look = look
+        return place
+
+    def _publish(self, store: LivenessStore, *, left: bool = False) -> None:
+        # From one look: who has just stopped to wait must not be published with the progress of its wait.
+        place = self._notice()
         self._number += 1
         heartbeat = Heartbeat(
             number=self._number,
