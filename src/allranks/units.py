@@ -7,8 +7,8 @@ MIB = 1024**2
 
 
 def human_bytes(count: int) -> str:
-    """`count` bytes as GiB, MiB or KiB with three significant figures, e.g. ``10.2 GiB``."""
-    for size, unit in ((GIB, "GiB"), (MIB, "MiB"), (1024, "KiB")):
+    """`count` bytes in the greatest binary unit, with three significant figures, e.g. ``10.2 GiB``."""
+    for size, unit in ((2**60, "EiB"), (2**50, "PiB"), (2**40, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (1024, "KiB")):
         if abs(count) >= size:
             return f"{count / size:.3g} {unit}" if abs(count) < 1000 * size else f"{count / size:.0f} {unit}"
     return f"{count} B"

@@ -106,6 +106,7 @@ def test_without_restarts_profiles_with_collectives_in_the_step_stop_cleanly(
     assert run.status == 3, run.output
     assert run.verdict["reason"] == "out_of_memory"
     assert "rank 1" in run.verdict["message"]
+    assert "rank lost" not in run.output
     failed = run.events("failure", 1)[0]["time"]
     assert run.events("stop", 0)[0]["time"] - failed < 20
 

@@ -57,6 +57,7 @@ class Watcher:
         self._deadline_s = deadline_s
         self._leave = leave
         self._closed = threading.Event()
+        self._declared = threading.Event()
         self._main = store
         if store is not None and world_size > 1:
             threading.Thread(target=self._watch, args=(store.clone(),), daemon=True, name="watcher").start()
@@ -70,6 +71,11 @@ class Watcher:
             time.sleep(self._deadline_s * 2)
         raise AssertionError("the watcher left this process running")
 
+    def give_way(self) -> None:
+        """Call it when the peers are gone: if one had declared a failure, the watcher is about to end this process."""
+        if self._declared.is_set():
+            time.sleep(self._deadline_s * 2)
+
     def close(self) -> None:
         """Stop watching: the run is over and the store is about to go."""
         self._closed.set()
@@ -79,6 +85,7 @@ class Watcher:
             while not store.check([self._key]):
                 if self._closed.wait(_POLL_S):
                     return
+            self._declared.set()
             message = bytes(store.get(self._key)).decode()
         except RuntimeError:
             return  # the store went with rank 0: the vote, or the agent that started the ranks, will notice

@@ -101,6 +101,7 @@ def build_launch(
             environ,
             TOKENIZERS_PARALLELISM="false",
             CUDA_DEVICE_ORDER="PCI_BUS_ID",
+            TORCH_CPP_LOG_LEVEL="ERROR",  # C++ stacks of connections that end because their peers have
             PYTHONWARNINGS="ignore::FutureWarning",  # words of one library to another's developers, on every rank
         ),
     }

@@ -67,6 +67,7 @@ def run(plan: Plan, rank: Rank, control: ControlPlane, launch: int) -> ExitCode:
     except RespawnNow as error:
         _start_again(ctx, str(error))
     except ControlPlaneLost:
+        ctx.watcher.give_way()
         if ctx.liveness is not None:
             ctx.liveness.give_way()
         ctx.page.leave("lost its peers")

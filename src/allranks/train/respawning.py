@@ -131,7 +131,7 @@ def tell(ctx: Context, revival: Revival, resumed_step: int) -> None:
     if not ctx.is_main:
         return
     where = f"the checkpoint of step {resumed_step}" if resumed_step else "step 0, for there is no checkpoint yet"
-    again = f"; {len(abandoned)} step{'s' * (len(abandoned) > 1)} made since then are made again" if abandoned else ""
+    again = f"; to be made again since then: {len(abandoned)} step{'s' * (len(abandoned) > 1)}" if abandoned else ""
     smaller = f", with at most {caps.max_samples} samples per micro-batch" if revival.cut else ""
     ctx.console.say(
         f"{revival.message}; all ranks were started again (restart {ctx.generation}; {revival.used} of {budget} "
