@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from runs import Finished, command, config_of, environment, launch
+from runs import Finished, command, config_of, environment, launch, launch_bare
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -64,6 +64,27 @@ def test_another_run_does_not_resume(stopped: Path, tiny_llama_dir: Path, folder
     assert run.status == 2, run.output
     assert "training.learning_rate" in run.output
     assert "lora.r" in run.output
+
+
+@pytest.mark.parametrize("file", ["optimizer.safetensors", "state.json"])
+def test_ranks_that_find_only_damaged_checkpoints_start_and_remove_nothing(
+    file: str, stopped: Path, tiny_llama_dir: Path, folder: Path
+) -> None:
+    """Without our launcher, which would have refused before."""
+    run_dir = shutil.copytree(stopped, folder / "runs" / f"damaged-{file}")
+    (run_dir / "checkpoints" / "latest.json").unlink()
+    [checkpoint] = (run_dir / "checkpoints").glob("step-*")
+    with (checkpoint / file).open("ab") as damaged:
+        damaged.write(b"garbage")
+    before = sorted(path.name for path in checkpoint.iterdir())
+    steps = (run_dir / "events" / "rank0.jsonl").read_text().count('"kind": "step"')
+    config = config_of(tiny_llama_dir, folder, output__name=run_dir.name)
+    run = launch_bare(config, folder, profile="single", ranks=1, observe={})
+    assert run.status != 0
+    assert (run.verdict["reason"], run.verdict["exit_code"]) == ("storage", 6)
+    assert f"checkpoint {checkpoint.name} is damaged: {file} " in run.verdict["message"]
+    assert sorted(path.name for path in checkpoint.iterdir()) == before
+    assert len(run.events("step")) == steps
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

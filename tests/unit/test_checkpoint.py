@@ -8,7 +8,7 @@ import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -377,9 +377,9 @@ def test_unpublished_checkpoint_does_not_count(run_dir: Path) -> None:
     [published] = save(store, 10)
     written = write(store, 20)
     assert_usable(run_dir, 10)
-    store.prune()
-    assert written.folder in folders(run_dir), "the running writer's own folder must stay"
-    CheckpointStore(run_dir, keep=2).prune()
+    assert store.prune() == ()
+    assert store.path(written).name in folders(run_dir), "the running writer's own folder must stay"
+    assert CheckpointStore(run_dir, keep=2).prune() == ()
     assert folders(run_dir) == {published.folder}, "the next launch removes what a dead writer left"
     assert_usable(run_dir, 10)
 
@@ -394,15 +394,69 @@ def test_discarded_checkpoint_is_gone(run_dir: Path) -> None:
 
 def test_first_checkpoint_of_a_writer_killed_before_it_published(run_dir: Path) -> None:
     written = write(CheckpointStore(run_dir, keep=2), 10)
-    partial = run_dir / "checkpoints" / "step-00000010-deadbeef"
-    partial.mkdir()
+    (run_dir / "checkpoints" / "step-00000010-deadbeef.unfinished").mkdir()
     store = CheckpointStore(run_dir, keep=2)
     ref = store.latest()
-    assert ref is not None and ref.folder == written.folder
+    assert ref is not None and ref.folder == f"{written.folder}.unfinished"
     assert ref.notes[0].endswith("latest.json is missing")
     assert "taking the newest usable checkpoint instead: step 10" in ref.notes[1]
+    assert store.load(ref)[0] == state_at(10)
     store.prune()
-    assert folders(run_dir) == {written.folder}
+    assert folders(run_dir) == {ref.folder}
+    [next_one] = save(store, 20)
+    assert folders(run_dir) == {ref.folder, next_one.folder}
+    save(store, 30, 40)
+    assert ref.folder not in folders(run_dir)
+
+
+@pytest.mark.parametrize("files_left", range(6))
+def test_first_save_cut_short_at_any_file_starts_at_step_0(run_dir: Path, files_left: int) -> None:
+    """What a kill leaves of a first save: its folder with the first few files, the last one maybe cut."""
+    writer = CheckpointStore(run_dir, keep=2)
+    ref = write(writer, 10)
+    cut = writer.path(ref)
+    for name in list(ref.files)[files_left:]:
+        (cut / name).unlink()
+    if files_left:
+        os.truncate(cut / list(ref.files)[files_left - 1], 3)
+    store = CheckpointStore(run_dir, keep=2)
+    assert store.latest() is None
+    assert store.prune() == (f"{cut} was of a save that never ended, and is removed; there is no checkpoint yet",)
+    assert folders(run_dir) == set()
+
+
+def test_a_removal_cut_short_leaves_nothing_that_looks_damaged(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = CheckpointStore(run_dir, keep=1)
+    ref = write(store, 10)
+
+    def killed_after_one_file(folder: Path, ignore_errors: bool) -> None:
+        next(folder.iterdir()).unlink()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "rmtree", killed_after_one_file)
+        store.discard(ref)
+    assert len(folders(run_dir)) == 1
+    assert CheckpointStore(run_dir, keep=1).latest() is None
+
+
+def test_checkpoints_that_a_killed_writer_dropped_are_removed_by_the_next(run_dir: Path) -> None:
+    store = CheckpointStore(run_dir, keep=1)
+    save(store, 10)
+    store.publish(write(store, 20))  # and killed before it pruned
+    assert len(folders(run_dir)) == 2
+    assert CheckpointStore(run_dir, keep=1).prune() == ()
+    assert len(folders(run_dir)) == 1
+    assert_usable(run_dir, 20)
+
+
+def test_publishing_twice_changes_nothing(run_dir: Path) -> None:
+    store = CheckpointStore(run_dir, keep=2)
+    [first, second] = save(store, 10, 20)
+    store.publish(second)  # as after a vote in which another rank failed
+    store.prune()
+    assert folders(run_dir) == {first.folder, second.folder}
+    pointer = json.loads((run_dir / "checkpoints" / "latest.json").read_text())
+    assert (pointer["folder"], [older["folder"] for older in pointer["older"]]) == (second.folder, [first.folder])
 
 
 def test_checkpoints_are_set_aside_for_a_fresh_start(run_dir: Path) -> None:
@@ -446,7 +500,7 @@ def test_damage_falls_back_with_a_word(run_dir: Path, how: str, word: str) -> No
     assert len(ref.notes) == 2
     with pytest.raises(StorageError, match=f"damaged: {word}\n.*fix: run again"):
         CheckpointStore(run_dir, keep=2).load(newer)
-    assert re.fullmatch(f"checkpoint of step 20 is damaged: {word}", ref.notes[0])
+    assert re.fullmatch(f"checkpoint {newer.folder} is damaged: {word}", ref.notes[0])
     assert ref.notes[1].startswith("taking the newest usable checkpoint instead: step 10, ")
 
 
@@ -459,15 +513,71 @@ def test_damaged_checkpoint_takes_no_place_among_the_kept(run_dir: Path) -> None
     assert folders(run_dir) == {older.folder, replayed.folder}
 
 
-def test_nothing_usable_is_an_error_and_not_a_fresh_start(run_dir: Path) -> None:
-    for ref in save(CheckpointStore(run_dir, keep=2), 10, 20):
-        damage_by(run_dir / "checkpoints" / ref.folder / "state.json", "truncated")
+def garbage_behind(path: Path) -> None:
+    with path.open("ab") as file:
+        file.write(b"garbage")
+
+
+DAMAGES: dict[str, tuple[str, Callable[[Path], None], str]] = {
+    "longer": ("optimizer.safetensors", garbage_behind, r"optimizer.safetensors has \d+ bytes, not \d+"),
+    "changed": (
+        "adapter_model.safetensors",
+        lambda path: damage_by(path, "changed"),
+        "the content of adapter_model.safetensors changed since it was written",
+    ),
+    "no state": ("state.json", Path.unlink, "state.json can't be read: No such file or directory"),
+    "cut state": ("state.json", lambda path: os.truncate(path, 40), "state.json (is not what was written|has 40 .*)"),
+    "empty state": ("state.json", lambda path: os.truncate(path, 0), "state.json (is not what was written|has 0 .*)"),
+    "empty folder": ("state.json", lambda path: [f.unlink() for f in path.parent.iterdir()], ".* can't be read: .*"),
+}
+
+
+@pytest.mark.parametrize("pointer", ["there", "missing", "damaged"])
+@pytest.mark.parametrize("how", DAMAGES)
+def test_nothing_usable_is_an_error_and_nothing_is_removed(run_dir: Path, how: str, pointer: str) -> None:
+    name, damaged, word = DAMAGES[how]
+    refs = save(CheckpointStore(run_dir, keep=2), 10, 20)
+    for ref in refs:
+        damaged(run_dir / "checkpoints" / ref.folder / name)
+    if pointer == "missing":
+        (run_dir / "checkpoints" / "latest.json").unlink()
+    elif pointer == "damaged":
+        (run_dir / "checkpoints" / "latest.json").write_bytes(b"{")
+    before = {path: path.stat().st_size for path in run_dir.rglob("*")}
+    store = CheckpointStore(run_dir, keep=2)
     with pytest.raises(StorageError) as caught:
-        CheckpointStore(run_dir, keep=2).latest()
-    text = str(caught.value)
-    assert text.startswith(f"no usable checkpoint in {run_dir / 'checkpoints'}\n    checkpoint of step 20 is damaged")
-    assert "checkpoint of step 10 is damaged: state.json has" in text
-    assert text.endswith("or start anew with --resume never")
+        store.latest()
+    head, *lines, fix = str(caught.value).splitlines()
+    assert head == f"no usable checkpoint in {run_dir / 'checkpoints'}"
+    if pointer != "there":
+        assert "latest.json is " in lines.pop(0)
+    for ref, line in zip(reversed(refs), lines, strict=True):
+        assert re.fullmatch(f"    checkpoint {ref.folder} is damaged: {word}", line), line
+    assert fix.startswith(f"    fix: bring back the content of {run_dir / 'checkpoints'}; or start anew with --resume")
+    store.prune()
+    assert {path: path.stat().st_size for path in run_dir.rglob("*")} == before
+
+
+def test_with_all_that_is_listed_damaged_a_whole_one_beside_it_is_taken(run_dir: Path) -> None:
+    [kept] = save(CheckpointStore(run_dir, keep=1), 10)
+    backup = shutil.copytree(run_dir / "checkpoints" / kept.folder, run_dir / "step-00000010-bac0bac0")
+    [listed] = save(CheckpointStore(run_dir, keep=1), 20)
+    backup.rename(run_dir / "checkpoints" / backup.name)
+    garbage_behind(run_dir / "checkpoints" / listed.folder / "optimizer.safetensors")
+    ref = assert_usable(run_dir, 10)
+    assert ref.notes[0].startswith(f"checkpoint {listed.folder} is damaged: ")
+    assert ref.notes[1].startswith("taking the newest usable checkpoint instead: step 10, ")
+
+
+def test_a_folder_that_is_not_ours_to_remove_stays_and_is_named_once(run_dir: Path) -> None:
+    store = CheckpointStore(run_dir, keep=1)
+    [ref] = save(store, 10)
+    stranger = run_dir / "checkpoints" / "step-00000005-by-hand"
+    shutil.copytree(run_dir / "checkpoints" / ref.folder, stranger)
+    store = CheckpointStore(run_dir, keep=1)
+    assert store.prune() == (f"{stranger} is not in latest.json and is left alone",)
+    save(store, 20, 30)
+    assert stranger.name in folders(run_dir) and len(folders(run_dir)) == 2
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"pointer_version": 9}', b"\xff\xfe"])
@@ -509,11 +619,12 @@ def test_pointer_is_replaced_only_when_everything_is_on_the_disk(
     monkeypatch.setattr(os, "fsync", recorded_fsync)
     monkeypatch.setattr(os, "replace", recorded_replace)
     ref = write(store, 1)
-    assert set(calls) == {*(f"fsync {name}" for name in ref.files), f"fsync {ref.folder}", "fsync checkpoints"}
-    assert calls[-2:] == [f"fsync {ref.folder}", "fsync checkpoints"]
+    folder = f"{ref.folder}.unfinished"
+    assert set(calls) == {*(f"fsync {name}" for name in ref.files), f"fsync {folder}", "fsync checkpoints"}
+    assert calls[-2:] == [f"fsync {folder}", "fsync checkpoints"]
     calls.clear()
     store.publish(ref)
-    assert calls == ["fsync .latest.json.new", "replace latest.json", "fsync checkpoints"]
+    assert calls == ["fsync checkpoints", "fsync .latest.json.new", "replace latest.json", "fsync checkpoints"]
 
 
 # --- storage that fails ----------------------------------------------------------------------------------------------
@@ -573,8 +684,11 @@ def test_pointer_that_was_replaced_but_not_synced_keeps_its_folder(
     written = write(store, 20)
     fsync = os.fsync
 
+    pointer = run_dir / "checkpoints" / "latest.json"
+
     def failing_on_folders(descriptor: int) -> None:
-        if Path(f"/proc/self/fd/{descriptor}").resolve().is_dir():
+        replaced = written.folder in pointer.read_text()
+        if replaced and Path(f"/proc/self/fd/{descriptor}").resolve().is_dir():
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         fsync(descriptor)
 
@@ -582,6 +696,7 @@ def test_pointer_that_was_replaced_but_not_synced_keeps_its_folder(
     with pytest.raises(StorageError, match="Input/output error"):
         store.publish(written)
     assert_usable(run_dir, 20)
+    assert store.path(written).is_dir()
 
 
 @contextmanager
@@ -710,17 +825,21 @@ def test_memory_failure_during_a_save_leaves_nothing(run_dir: Path, monkeypatch:
     assert_usable(run_dir, 10)
 
 
-def test_damaged_state_file_in_an_unlisted_folder_is_ignored(run_dir: Path) -> None:
+def test_damaged_state_file_in_an_unlisted_folder_is_named_and_left_alone(run_dir: Path) -> None:
     store = CheckpointStore(run_dir, keep=2)
-    [ref] = save(store, 10)
+    save(store, 10)
     (run_dir / "checkpoints" / "latest.json").unlink()
     for number, content in enumerate([b"", b"[]", b'{"files": {"x": {"bytes": 1, "sha256": ""}}}', b'{"files": {}}']):
         folder = run_dir / "checkpoints" / f"step-0000009{number}-00000000"
         folder.mkdir()
         (folder / "state.json").write_bytes(content)
-    assert_usable(run_dir, 10)
+    ref = assert_usable(run_dir, 10)
+    assert ref.notes[0].endswith("latest.json is missing")
+    assert [note.partition(":")[0] for note in ref.notes[1:5]] == [
+        f"checkpoint step-0000009{number}-00000000 is damaged" for number in (3, 2, 1, 0)
+    ]
     CheckpointStore(run_dir, keep=2).prune()
-    assert folders(run_dir) == {ref.folder}
+    assert len(folders(run_dir)) == 5
 
 
 def test_file_record_is_what_lies_on_the_disk(tmp_path: Path) -> None:

@@ -393,3 +393,26 @@ def test_must_needs_a_checkpoint(folder: Path) -> None:
         destination(folder / "runs" / "run", config, "must")
     run_dir = checkpointed(folder)
     assert destination(run_dir, config, "must").recorded_global_batch == 8
+
+
+@pytest.mark.parametrize("resume", ["auto", "must"])
+@pytest.mark.parametrize("pointer", ["there", "missing"])
+def test_damaged_checkpoints_are_no_reason_to_start_anew(
+    allranks: Command, folder: Path, resume: str, pointer: str
+) -> None:
+    run_dir = checkpointed(folder)
+    [checkpoint] = (run_dir / "checkpoints").glob("step-*")
+    with (checkpoint / "optimizer.safetensors").open("ab") as file:
+        file.write(b"garbage")
+    if pointer == "missing":
+        (run_dir / "checkpoints" / "latest.json").unlink()
+    done = allranks("run", "run.yaml", "--profile", "ddp", "--resume", resume)
+    assert done.returncode == ExitCode.STORAGE, done.stderr
+    assert f"no usable checkpoint in {run_dir / 'checkpoints'}" in done.stderr
+    assert f"checkpoint {checkpoint.name} is damaged: optimizer.safetensors has " in done.stderr
+    assert "--resume never" in done.stderr
+    assert checkpoint.is_dir() and not (run_dir / "logs").exists()
+
+    anew = allranks("run", "run.yaml", "--profile", "ddp", "--resume", "never")
+    assert anew.returncode == 0, anew.stderr
+    assert (folder / "runs" / "run-2" / PLAN_FILE).exists() and checkpoint.is_dir()

@@ -1,7 +1,8 @@
 """Checkpoints of a run: fresh folders, and one pointer file that says which of them count.
 
-``checkpoints/latest.json`` lists the published checkpoints, newest first. A folder that it does not list was never
-published: a kill or a failed save left it, and `CheckpointStore.prune` removes it. Only rank 0 writes.
+``checkpoints/latest.json`` lists the published checkpoints, newest first. A checkpoint gets its final name when it is
+published; what never was has a name of its own (`allranks.checkpoints.published`). Nothing is removed that could be
+the only one. Only rank 0 writes.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -28,16 +30,26 @@ from allranks.checkpoints.adapter_files import (
     tied_names,
 )
 from allranks.checkpoints.durable import (
-    FileRecord,
     StorageError,
     free_bytes,
     fsync_folder,
     not_written,
     replace_file,
-    sha256_of,
     tensor_file_bytes,
     tensor_file_chunks,
     write_file,
+)
+from allranks.checkpoints.published import (
+    POINTER_FILE,
+    STATE_FILE,
+    UNFINISHED,
+    Published,
+    checkpoint_names,
+    damage,
+    described,
+    pointer_content,
+    published,
+    unlisted,
 )
 from allranks.checkpoints.state import CheckpointRef, TrainState
 from allranks.errors import UserError
@@ -57,11 +69,8 @@ __all__ = [
 ]
 
 CHECKPOINTS_DIR = "checkpoints"
-POINTER_FILE = "latest.json"
 OPTIMIZER_FILE = "optimizer.safetensors"
-STATE_FILE = "state.json"
 STATE_VERSION = 1
-POINTER_VERSION = 1
 
 
 class CheckpointStore:
@@ -79,10 +88,11 @@ class CheckpointStore:
         self._pointer = self.folder / POINTER_FILE
         self._unpublished: set[str] = set()
         self._damaged: set[str] = set()
+        self._told: set[str] = set()
 
     def path(self, ref: CheckpointRef) -> Path:
         """The folder of a checkpoint; plain PEFT loads the adapter from it."""
-        return self.folder / ref.folder
+        return self.folder / (ref.folder + UNFINISHED * (ref.folder in self._unpublished))
 
     def write(
         self,
@@ -106,7 +116,7 @@ class CheckpointStore:
             StorageError: no space, no permission, …; the partial folder is removed, earlier checkpoints stay usable.
         """
         name = f"step-{state.step:08d}-{secrets.token_hex(4)}"
-        folder = self.folder / name
+        folder = self.folder / (name + UNFINISHED)
         weights = by_peft_key(adapter, tied)
         moments = {f"{field}/{name}": t for name, state_of in optimizer.items() for field, t in state_of.items()}
         needed = tensor_file_bytes(weights) + tensor_file_bytes(moments)
@@ -125,14 +135,14 @@ class CheckpointStore:
             if adapter_config is not None:
                 content = adapter_config_json(adapter_config)
                 files[ADAPTER_CONFIG_FILE] = write_file(folder / ADAPTER_CONFIG_FILE, [content])
-            described = {
+            content_of_state = {
                 "state_version": STATE_VERSION,
                 "state": asdict(state),
                 "parameters": {name: peft_key(name) for name in adapter},
                 "files": {name: asdict(record) for name, record in files.items()},
             }
             # Last, so that a folder with a state file is complete as soon as the sizes in it agree.
-            files[STATE_FILE] = write_file(folder / STATE_FILE, [json.dumps(described, indent=1).encode()])
+            files[STATE_FILE] = write_file(folder / STATE_FILE, [json.dumps(content_of_state, indent=1).encode()])
             fsync_folder(folder)
             fsync_folder(self.folder)
         except Exception as error:
@@ -148,66 +158,85 @@ class CheckpointStore:
         Raises:
             StorageError: the pointer could not be replaced; the earlier checkpoints stay usable.
         """
-        older = self._whole(self._published()[0])
-        pointer = {
-            "pointer_version": POINTER_VERSION,
-            **ref.to_dict(),
-            "older": [other.to_dict() for other in older[: self.keep - 1]],
-        }
+        before = self._published()
+        others = [other for other in before.refs if other.folder != ref.folder]
+        older = self._whole(others)[: self.keep - 1]
+        kept = {other.folder for other in older}
+        gone = {*before.dropped, *(other.folder for other in others)} - kept
+        dropped = sorted(name for name in gone if os.path.lexists(self.folder / name))
         try:
-            replace_file(self._pointer, json.dumps(pointer, indent=1).encode())
+            if ref.folder in self._unpublished:
+                self.path(ref).rename(self.folder / ref.folder)
+                self._unpublished.discard(ref.folder)
+                fsync_folder(self.folder)
+            replace_file(self._pointer, pointer_content(ref, older, dropped))
         except OSError as error:
-            if ref.folder not in {listed.folder for listed in self._published()[0]}:
+            now = self._published()
+            if not now.by_pointer or ref.folder not in {listed.folder for listed in now.refs}:
                 self._remove(ref.folder)
             raise self._not_written(ref.step, self._pointer, ref.bytes, error) from error
-        self._unpublished.discard(ref.folder)
 
     def discard(self, ref: CheckpointRef) -> None:
         """Remove a written checkpoint on which the ranks did not agree."""
         self._remove(ref.folder)
 
     def prune(self) -> tuple[str, ...]:
-        """Remove all but the pointed checkpoint and the newest `keep` whole ones, and what a dead writer left.
+        """Remove what `publish` dropped, and what was never published and is not whole or no longer needed.
 
         To be called after `publish`, and after `latest` at the start of a launch: the run's lock makes every other
-        writer a dead one.
+        writer a dead one. A folder that ``latest.json`` neither lists nor drops is somebody else's and stays.
 
         Returns:
-            One line for each folder that would not go.
+            One line for each folder that would not go, that is left alone, or that was all there was; said once.
         """
-        published = self._published()[0]
-        kept = {ref.folder for ref in (*published[:1], *self._whole(published)[: self.keep])} | self._unpublished
+        now = self._published()
+        whole = [ref.folder for ref in self._whole(now.refs)]
+        counting = {ref.folder for ref in now.refs if now.by_pointer or not ref.folder.endswith(UNFINISHED)}
+        left_out = {*counting, *whole[:1], *self._own()}
         try:
-            stale = [folder for folder in self._folders() if folder.name not in kept]
+            names = [name for name in checkpoint_names(self.folder) if name not in left_out]
         except OSError as error:
             return (f"{self.folder} can't be listed: {error.strerror}",)
-        return tuple(
-            f"{folder} is no longer needed but could not be removed"
-            for folder in stale
-            if not self._remove(folder.name)
-        )
+        words = []
+        for name in names:
+            folder = self.folder / name
+            cut_short = name.endswith(UNFINISHED) and isinstance(described(folder), str)
+            if name in now.dropped or cut_short or (name.endswith(UNFINISHED) and whole):
+                if not self._remove(name):
+                    words.append(f"{folder} is no longer needed but could not be removed")
+                elif not whole:
+                    words.append(f"{folder} was of a save that never ended, and is removed; there is no checkpoint yet")
+            elif now.by_pointer:
+                words.append(f"{folder} is not in {POINTER_FILE} and is left alone")
+        fresh = tuple(word for word in words if word not in self._told)
+        self._told.update(fresh)
+        return fresh
 
     def latest(self) -> CheckpointRef | None:
-        """The newest published checkpoint, every byte of it verified; None if there is none yet.
+        """The newest published checkpoint, every byte of it verified; None if none was ever published.
 
         Its notes say so if it is not the one that should have been the newest.
 
         Raises:
             StorageError: there are checkpoints, but not one is usable.
         """
-        published, word = self._published()
-        notes = [word] if word is not None else []
-        for ref in published:
-            damage = self._damage(ref, checksums=True)
-            if damage is None:
-                if notes:
-                    notes.append(f"taking the newest usable checkpoint instead: step {ref.step}, {self.path(ref)}")
-                return replace(ref, notes=tuple(notes))
-            self._damaged.add(ref.folder)
-            notes.append(f"checkpoint of step {ref.step} is damaged: {damage}")
+        now = self._published()
+        notes = list(now.words)
+        ref = self._first_whole(now.refs, notes)
+        if ref is None and now.by_pointer:
+            rest = unlisted(self.folder, {*(listed.folder for listed in now.refs), *now.dropped, *self._own()})
+            notes += rest.words
+            ref = self._first_whole(rest.refs, notes)
+        if ref is not None:
+            if notes:
+                notes.append(f"taking the newest usable checkpoint instead: step {ref.step}, {self.path(ref)}")
+            return replace(ref, notes=tuple(notes))
         if not notes:
             return None
-        fix = f"fix: bring back the content of {self.folder}, or start anew with --resume never"
+        fix = (
+            f"fix: bring back the content of {self.folder}; or start anew with --resume never, which leaves it alone, "
+            "or by moving that folder to another place"
+        )
         raise StorageError("\n    ".join([f"no usable checkpoint in {self.folder}", *notes, fix]))
 
     def saved_plan(self, ref: CheckpointRef) -> Plan:
@@ -230,17 +259,17 @@ class CheckpointStore:
         Raises:
             UserError: another version of allranks wrote it.
         """
-        return TrainState.from_dict(self._described(ref)["state"])
+        return TrainState.from_dict(self._content_of(ref)["state"])
 
-    def _described(self, ref: CheckpointRef) -> dict[str, Any]:
+    def _content_of(self, ref: CheckpointRef) -> dict[str, Any]:
         folder = self.path(ref)
-        described: dict[str, Any] = json.loads((folder / STATE_FILE).read_bytes())
-        if described["state_version"] != STATE_VERSION:
+        content: dict[str, Any] = json.loads((folder / STATE_FILE).read_bytes())
+        if content["state_version"] != STATE_VERSION:
             raise UserError(
-                f"checkpoint {folder} has state version {described['state_version']}, not {STATE_VERSION}\n"
+                f"checkpoint {folder} has state version {content['state_version']}, not {STATE_VERSION}\n"
                 "    fix: resume with the version of allranks that wrote it, or start anew with --resume never"
             )
-        return described
+        return content
 
     def load(
         self, ref: CheckpointRef
@@ -254,21 +283,21 @@ class CheckpointStore:
         from safetensors.torch import load
 
         folder = self.path(ref)
-        damage = self._damage(ref, checksums=True)
-        if damage is not None:
+        word = damage(folder, ref, checksums=True)
+        if word is not None:
             raise StorageError(
-                f"checkpoint {folder} is damaged: {damage}\n"
+                f"checkpoint {folder} is damaged: {word}\n"
                 "    fix: run again; the newest checkpoint that is whole is taken"
             )
-        described = self._described(ref)
+        content = self._content_of(ref)
         # From memory, not mapped from the file: the tensors outlive the folder, which a later prune removes.
         weights = load((folder / ADAPTER_FILE).read_bytes())
-        adapter = {name: weights[key] for name, key in described["parameters"].items()}
+        adapter = {name: weights[key] for name, key in content["parameters"].items()}
         optimizer: dict[str, dict[str, torch.Tensor]] = {}
         for key, tensor in load((folder / OPTIMIZER_FILE).read_bytes()).items():
             field, _, name = key.partition("/")
             optimizer.setdefault(name, {})[field] = tensor
-        return TrainState.from_dict(described["state"]), adapter, optimizer
+        return TrainState.from_dict(content["state"]), adapter, optimizer
 
     def set_aside(self) -> Path | None:
         """Rename ``checkpoints/`` for a run that starts anew, so that the two lineages never mix.
@@ -290,76 +319,45 @@ class CheckpointStore:
                 "    fix: rename or remove it by hand, or choose another output.name"
             ) from error
 
-    def _published(self) -> tuple[list[CheckpointRef], str | None]:
-        """The published checkpoints, newest first; without a readable pointer, the complete folders and a word."""
-        try:
-            pointer = json.loads(self._pointer.read_bytes())
-            if pointer["pointer_version"] != POINTER_VERSION:
-                raise ValueError(f"pointer version {pointer['pointer_version']}")
-            return [CheckpointRef.from_dict(entry) for entry in (pointer, *pointer["older"])], None
-        except FileNotFoundError:
-            word = f"{self._pointer} is missing"
-            missing = True
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            word = f"{self._pointer} is not readable: {error!r}"
-            missing = False
-        try:
-            complete = [
-                (ref.step, (folder / STATE_FILE).stat().st_mtime_ns, ref)
-                for folder in self._folders()
-                if folder.name not in self._unpublished and (ref := _complete(folder)) is not None
-            ]
-        except OSError as error:
-            return [], f"{self.folder} can't be listed: {error.strerror}"
-        complete.sort(key=lambda found: found[:2], reverse=True)
-        return [ref for _, _, ref in complete], None if missing and not complete else word
+    def _published(self) -> Published:
+        return published(self.folder, own=self._own())
 
-    def _folders(self) -> list[Path]:
-        try:
-            return [folder for folder in self.folder.iterdir() if folder.name.startswith("step-")]
-        except FileNotFoundError:
-            return []
+    def _own(self) -> set[str]:
+        return {name + ending for name in self._unpublished for ending in ("", UNFINISHED)}
 
-    def _whole(self, refs: list[CheckpointRef]) -> list[CheckpointRef]:
-        return [ref for ref in refs if ref.folder not in self._damaged and self._damage(ref, checksums=False) is None]
-
-    def _damage(self, ref: CheckpointRef, *, checksums: bool) -> str | None:
-        for name, record in ref.files.items():
-            path = self.path(ref) / name
-            try:
-                size = path.stat().st_size
-                if size != record.bytes:
-                    return f"{name} has {size} bytes, not {record.bytes}"
-                if checksums and sha256_of(path) != record.sha256:
-                    return f"the content of {name} changed since it was written"
-            except OSError as error:
-                return f"{name} can't be read: {error.strerror}"
+    def _first_whole(self, refs: Iterable[CheckpointRef], notes: list[str]) -> CheckpointRef | None:
+        """The first of `refs` that is whole to the byte; what is wrong with those before it goes to `notes`."""
+        for ref in refs:
+            word = damage(self.path(ref), ref, checksums=True)
+            if word is None:
+                return ref
+            self._damaged.add(ref.folder)
+            if not ref.folder.endswith(UNFINISHED):
+                notes.append(f"checkpoint {ref.folder} is damaged: {word}")
         return None
+
+    def _whole(self, refs: Iterable[CheckpointRef]) -> list[CheckpointRef]:
+        return [
+            ref
+            for ref in refs
+            if ref.folder not in self._damaged and damage(self.path(ref), ref, checksums=False) is None
+        ]
 
     def _remove(self, name: str) -> bool:
         self._unpublished.discard(name)
-        shutil.rmtree(self.folder / name, ignore_errors=True)
-        return not os.path.lexists(self.folder / name)
+        gone = self.folder / name
+        doomed = self.folder / (name.removesuffix(UNFINISHED) + UNFINISHED)
+        with suppress(OSError):
+            # A kill while files go must not leave what looks like a damaged checkpoint.
+            gone.rename(doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
+        return not os.path.lexists(gone) and not os.path.lexists(doomed)
 
     def _not_written(self, step: int, path: Path, needed: int, error: OSError) -> StorageError:
-        published, word = self._published()
-        usable = self._whole(published)
+        now = self._published()
+        usable = self._whole(now.refs)
         if usable:
             words = f"the checkpoint of step {usable[0].step}"
         else:
-            words = "no checkpoint yet" if word is None else f"unknown, {word}"
+            words = "no checkpoint yet" if not now.words else f"unknown, {now.words[0]}"
         return StorageError(not_written(f"the checkpoint of step {step}", path, needed, error, words))
-
-
-def _complete(folder: Path) -> CheckpointRef | None:
-    """The checkpoint in `folder` by its own state file, if every file has its size."""
-    state_file = folder / STATE_FILE
-    try:
-        described = json.loads(state_file.read_bytes())
-        files = {name: FileRecord(**record) for name, record in described["files"].items()}
-        if any((folder / name).stat().st_size != record.bytes for name, record in files.items()):
-            return None
-        files[STATE_FILE] = FileRecord(bytes=state_file.stat().st_size, sha256=sha256_of(state_file))
-        return CheckpointRef(step=described["state"]["step"], folder=folder.name, files=files)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
