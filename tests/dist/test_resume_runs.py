@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import signal
 import subprocess
@@ -85,6 +86,29 @@ def test_ranks_that_find_only_damaged_checkpoints_start_and_remove_nothing(
     assert f"checkpoint {checkpoint.name} is damaged: {file} " in run.verdict["message"]
     assert sorted(path.name for path in checkpoint.iterdir()) == before
     assert len(run.events("step")) == steps
+
+
+def test_the_command_of_a_finished_run_leaves_its_card_as_it_is(tiny_llama_dir: Path, folder: Path) -> None:
+    config = config_of(
+        tiny_llama_dir, folder, output__name="again", training__max_steps=3, training__eval_on_start=True
+    )
+    config["data"]["eval"] = str(folder / "eval.jsonl")
+    first = launch(config, folder, profile="single", ranks=1)
+    assert first.status == 0, first.output
+    card_file = first.run_dir / "adapter" / "README.md"
+    card = card_file.read_text()
+    for row in ("training loss, last step", "evaluation loss, base model", "evaluation loss, this adapter"):
+        assert re.search(rf"^\| {row} \| \d\.\d{{4}} \|$", card, re.MULTILINE), card
+
+    again = launch(config, folder, profile="single", ranks=1)
+    assert again.status == 0, again.output
+    assert "the run was finished already: adapter/ stays as it is" in again.output
+    assert card_file.read_text() == card
+
+    card_file.unlink()
+    rewritten = launch(config, folder, profile="single", ranks=1)
+    assert rewritten.status == 0, rewritten.output
+    assert re.sub(r"\| training time .*", "", card_file.read_text()) == re.sub(r"\| training time .*", "", card)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from allranks.checkpoints.adapter_files import tied_names
-from allranks.checkpoints.final import Outcome, model_card, write_adapter
+from allranks.checkpoints.final import Outcome, already_written, model_card, write_adapter
 from allranks.checkpoints.store import StorageError
 from allranks.config.schema import RunConfig
 from allranks.errors import ExitCode
@@ -129,6 +129,23 @@ def test_earlier_adapter_is_replaced_whole(tmp_path: Path) -> None:
     assert torch.equal(logits(PeftModel.from_pretrained(base_model(seed=5), folder)), logits(second))
     assert not (folder / "notes.txt").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
+
+
+@pytest.mark.parametrize("change", ["none", "card", "config", "cut", "other weights", "other shape"])
+def test_only_a_complete_folder_with_the_same_tensors_is_already_written(tmp_path: Path, change: str) -> None:
+    model = trained(base_model())
+    adapter = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+    assert not already_written(tmp_path, adapter)
+    folder = write(tmp_path, model, tokenizer())
+    if change in ("card", "config"):
+        (folder / {"card": "README.md", "config": "adapter_config.json"}[change]).unlink()
+    elif change == "cut":
+        os.truncate(folder / "adapter_model.safetensors", 1000)
+    elif change == "other weights":
+        next(iter(adapter.values()))[0, 0] += 1e-6
+    elif change == "other shape":
+        adapter.popitem()
+    assert already_written(tmp_path, adapter) == (change == "none")
 
 
 def test_token_of_the_hub_is_in_no_file(tmp_path: Path) -> None:
@@ -249,7 +266,7 @@ def test_card_tells_the_recipe_and_the_figures() -> None:
         "| training loss, last step | 1.2346 |",
         "| evaluation loss, base model | 2.5000 |",
         "| evaluation loss, this adapter | 1.5000 |",
-        "| profile | zero2 on 4 cpu rank(s), no compute |",
+        "| profile | zero2 on 4 cpu rank(s), fp32 compute |",
         "| training time | 1 min 35 s |",
         "- allranks 0.1.0",
         "- torch 2.13.0",
@@ -263,8 +280,10 @@ def test_card_tells_the_recipe_and_the_figures() -> None:
 
 
 def test_card_leaves_out_what_was_not_measured() -> None:
-    card = model_card(plan(), replace(OUTCOME, eval_loss=None, eval_loss_before=None))
+    card = model_card(plan(), replace(OUTCOME, train_loss=None, eval_loss=None, eval_loss_before=float("nan")))
     assert "evaluation loss" not in card
+    assert "training loss" not in card
+    assert "nan" not in card
     assert "requantised" not in card
     assert "requantised" in model_card(plan(), replace(OUTCOME, approximate=True))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 import shutil
 from collections.abc import Mapping
@@ -88,6 +89,25 @@ def write_adapter(
     return final
 
 
+def already_written(
+    run_dir: Path, adapter: Mapping[str, torch.Tensor], *, tied: Mapping[str, str] = MappingProxyType({})
+) -> bool:
+    """Whether ``adapter/`` is complete and holds exactly these tensors."""
+    import torch
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    folder = run_dir / ADAPTER_DIR
+    if not all((folder / name).is_file() for name in (ADAPTER_CONFIG_FILE, CARD_FILE)):
+        return False
+    try:
+        found = load((folder / ADAPTER_FILE).read_bytes())
+    except (OSError, SafetensorError):
+        return False
+    wanted = by_peft_key(adapter, tied)
+    return found.keys() == wanted.keys() and all(torch.equal(found[key], tensor) for key, tensor in wanted.items())
+
+
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
     """What the model card tells about a finished run.
@@ -96,7 +116,7 @@ class Outcome:
         steps: committed optimizer steps.
         train_samples: samples in the training set, without the skipped ones.
         max_length: tokens per sample after truncation.
-        train_loss: of the last logged step.
+        train_loss: of the last step; None if neither this launch made it nor an earlier one left word of it.
         eval_loss_before: of the base model; None without an evaluation before training.
         eval_loss: of the final adapter; None without an evaluation set.
         wall_s: seconds of training over all launches.
@@ -110,7 +130,7 @@ class Outcome:
     steps: int
     train_samples: int
     max_length: int
-    train_loss: float
+    train_loss: float | None
     eval_loss_before: float | None
     eval_loss: float | None
     wall_s: float
@@ -130,6 +150,7 @@ def model_card(plan: Plan, outcome: Outcome) -> str:
 
     base = _portable(plan.config.model.name_or_path)
     causal = plan.config.model.task == "causal-lm"
+    compute = "fp32" if plan.mixed_precision == "no" else plan.mixed_precision
     front = {
         "base_model": base,
         "library_name": "peft",
@@ -141,10 +162,10 @@ def model_card(plan: Plan, outcome: Outcome) -> str:
         "samples per step": str(plan.global_batch_size),
         "training samples": str(outcome.train_samples),
         "max_length": f"{outcome.max_length} tokens",
-        "training loss, last step": f"{outcome.train_loss:.4f}",
-        "evaluation loss, base model": None if outcome.eval_loss_before is None else f"{outcome.eval_loss_before:.4f}",
-        "evaluation loss, this adapter": None if outcome.eval_loss is None else f"{outcome.eval_loss:.4f}",
-        "profile": f"{plan.profile_kind} on {outcome.world_size} {plan.device} rank(s), {plan.mixed_precision} compute",
+        "training loss, last step": _loss(outcome.train_loss),
+        "evaluation loss, base model": _loss(outcome.eval_loss_before),
+        "evaluation loss, this adapter": _loss(outcome.eval_loss),
+        "profile": f"{plan.profile_kind} on {outcome.world_size} {plan.device} rank(s), {compute} compute",
         "training time": human_seconds(outcome.wall_s),
         "resume": "approximate: 8-bit optimizer state was requantised for another layout"
         if outcome.approximate
@@ -165,6 +186,10 @@ def model_card(plan: Plan, outcome: Outcome) -> str:
             "",
         ]
     )
+
+
+def _loss(value: float | None) -> str | None:
+    return None if value is None or math.isnan(value) else f"{value:.4f}"
 
 
 def _loading_code(plan: Plan, base: str, outcome: Outcome) -> str:

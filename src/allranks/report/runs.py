@@ -11,6 +11,7 @@ from typing import Any, Literal
 from allranks.checkpoints.store import CHECKPOINTS_DIR
 from allranks.errors import UserError
 from allranks.events import EVENTS_DIR, read_events
+from allranks.lineage import committed
 from allranks.plan.plan import PLAN_FILE, Plan
 from allranks.rundir import is_held, next_launch
 from allranks.train.schedule import total_steps
@@ -153,20 +154,20 @@ def read_run(run_dir: Path) -> RunReport:
     launches = next_launch(run_dir) - 1
     latest = {event["kind"]: event for event in events}
     data = latest.get("data")
-    logs = _committed(events, "log")
+    logs = committed(events, "log")
     return RunReport(
         run_dir=run_dir,
         plan=plan,
         state=_state(run_dir, verdict, started=launches > 0 or bool(events)),
         launches=max([launches, *(event["launch"] for event in events)]),
         updated=_updated(run_dir, events),
-        step=max((event["step"] for event in _committed(events, "step")), default=0),
+        step=max((event["step"] for event in committed(events, "step")), default=0),
         total_steps=None if data is None else _total_steps(plan, data["samples"]),
         notes=_notes(plan, events),
         data=data,
         model=latest.get("model"),
         logs=logs,
-        evaluations=_committed(events, "eval"),
+        evaluations=committed(events, "eval"),
         incidents=incidents,
         saves=tuple(e for e in events if e["kind"] == "save" and (run_dir / CHECKPOINTS_DIR / e["path"]).is_dir()),
         verdict=verdict,
@@ -194,22 +195,6 @@ def _notes(plan: Plan, events: list[Event]) -> tuple[str, ...]:
     launch = max((event["launch"] for event in events), default=0)
     said = [event["message"] for event in events if event["kind"] == "note" and event["launch"] == launch]
     return tuple(dict.fromkeys((*plan.notes, *said)))
-
-
-_RESUMED = {"resume": "step", "respawn": "resumed_step"}
-"""Kinds of event after which a run goes on from an earlier step, and the field that says which."""
-
-
-def _committed(events: list[Event], kind: str) -> tuple[Event, ...]:
-    """The events of `kind` of steps that count: a run that goes on from a checkpoint gives up the later ones."""
-    kept: list[Event] = []
-    for event in events:
-        if event["kind"] in _RESUMED:
-            kept = [earlier for earlier in kept if earlier["step"] <= event[_RESUMED[event["kind"]]]]
-        elif event["kind"] == kind:
-            kept = [earlier for earlier in kept if earlier["step"] < event["step"]]
-            kept.append(event)
-    return tuple(kept)
 
 
 def _incidents(run_dir: Path) -> tuple[Event, ...]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 import torch
 
 from allranks.checkpoints.adapter_files import ADAPTER_FILE, peft_key
-from allranks.checkpoints.final import ADAPTER_DIR, Outcome, model_card, write_adapter
+from allranks.checkpoints.final import ADAPTER_DIR, Outcome, already_written, model_card, write_adapter
 from allranks.data.collate import pad_batch
 from allranks.errors import ExitCode, StopTraining
+from allranks.events import read_events
+from allranks.lineage import committed
 from allranks.strategies.base import NamedTensors
 from allranks.train.context import Context
 from allranks.train.job import Job
@@ -37,7 +40,11 @@ def finish(ctx: Context, job: Job) -> None:
 
     def write(at: Attempt) -> None:
         at.enter("final")
-        if ctx.is_main:
+        if not ctx.is_main:
+            return
+        if _trained_before(job) and already_written(ctx.run_dir, adapter, tied=job.tied):
+            ctx.note(f"the run was finished already: {ADAPTER_DIR}/ stays as it is")
+        else:
             write_adapter(
                 ctx.run_dir,
                 peft_config=job.peft_config,
@@ -88,16 +95,29 @@ def _reload(ctx: Context, job: Job, adapter: NamedTensors) -> None:
     job.strategy.load_trainable({name: saved[peft_key(name)] for name in adapter})
 
 
+def _trained_before(job: Job) -> bool:
+    """This launch found all steps done."""
+    return math.isnan(job.last_loss)
+
+
 def _outcome(ctx: Context, job: Job) -> Outcome:
+    """What there is to tell; what an earlier launch measured is in its events."""
+    events = list(read_events(ctx.run_dir))
+    steps = {event["step"]: float(event["loss"]) for event in committed(events, "step")}
+    of_this_set = 0 if job.data.eval is None else len(job.data.eval)
+    evaluations = {
+        event["step"]: float(event["loss"]) for event in committed(events, "eval") if event["samples"] == of_this_set
+    }
+    step = job.position.step
     config = job.model.config
     resized = ctx.plan.config.model.resize_token_embeddings
     return Outcome(
-        steps=job.position.step,
+        steps=step,
         train_samples=len(job.data.train),
         max_length=job.data.report.max_length,
-        train_loss=job.last_loss,
-        eval_loss_before=job.eval_loss_before,
-        eval_loss=job.last_eval_loss,
+        train_loss=steps.get(step) if _trained_before(job) else job.last_loss,
+        eval_loss_before=evaluations.get(0) if job.eval_loss_before is None else job.eval_loss_before,
+        eval_loss=evaluations.get(step) if job.last_eval_loss is None else job.last_eval_loss,
         wall_s=job.earlier_s + time.monotonic() - ctx.started,
         world_size=ctx.world_size,
         num_labels=config.num_labels if ctx.plan.config.model.task == "sequence-classification" else None,
