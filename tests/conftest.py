@@ -10,11 +10,7 @@ import pytest
 
 from allranks.data.cache import default_cache_dir
 from allranks.demo.model import ensure_smollm2
-
-CHAT_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
+from allranks.demo.tiny import byte_tokenizer, write_tiny_llama
 
 
 def pytest_configure() -> None:
@@ -55,47 +51,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture(scope="session")
 def tiny_tokenizer() -> Any:
     """A tokenizer of the 256 bytes and three special tokens, with a chat template; pad differs from eos."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE(vocab={token: number for number, token in enumerate(alphabet)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(["<|im_start|>", "<|im_end|>", "<|pad|>"])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        bos_token="<|im_start|>",
-        eos_token="<|im_end|>",
-        pad_token="<|pad|>",
-        chat_template=CHAT_TEMPLATE,
-        model_max_length=2048,
-    )
+    return byte_tokenizer()
 
 
 @pytest.fixture(scope="session")
-def tiny_llama_dir(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_llama_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a seeded Llama (2 layers, width 64, 259 tokens) in fp32, with `tiny_tokenizer`."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     folder = tmp_path_factory.mktemp("tiny-llama")
-    config = LlamaConfig(
-        vocab_size=len(tiny_tokenizer),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=2048,
-        bos_token_id=tiny_tokenizer.bos_token_id,
-        eos_token_id=tiny_tokenizer.eos_token_id,
-        pad_token_id=tiny_tokenizer.pad_token_id,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        LlamaForCausalLM(config).save_pretrained(folder)
-    tiny_tokenizer.save_pretrained(folder)
+    write_tiny_llama(folder)
     return folder
 
 

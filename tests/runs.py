@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import socket
 import subprocess
 import sys
@@ -14,28 +13,19 @@ from typing import Any
 
 import yaml
 
+from allranks.demo.tiny import write_tiny_set
+
 ROOT = Path(__file__).resolve().parents[1]
 OBSERVER = Path(__file__).with_name("observed_worker.py")
 TIMEOUT_S = 150
-
-
-def write_set(path: Path, *, samples: int, seed: int) -> Path:
-    """Prompt-completion samples with a long-tailed mix of lengths."""
-    rng = random.Random(seed)
-    with path.open("w", encoding="utf-8") as file:
-        for number in range(samples):
-            words = max(1, min(30, int(rng.lognormvariate(1.2, 0.8))))
-            completion = " ".join(rng.choice(("red", "blue", "green", "grey")) for _ in range(words))
-            file.write(json.dumps({"prompt": f"{number}:", "completion": completion}) + "\n")
-    return path
 
 
 def config_of(model: Path, folder: Path, **changes: Any) -> dict[str, Any]:
     """A run of 10 steps over 60 samples; `changes` are dotted keys with `__` for the dot."""
     train = folder / "train.jsonl"
     if not train.exists():
-        write_set(train, samples=60, seed=1)
-        write_set(folder / "eval.jsonl", samples=11, seed=2)
+        write_tiny_set(train, samples=60, seed=1)
+        write_tiny_set(folder / "eval.jsonl", samples=11, seed=2)
     config: dict[str, Any] = {
         "model": {"name_or_path": str(model)},
         "lora": {"r": 4},

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Annotated, get_args
 
 import typer
 
 from allranks.cli.config import ConfigFile, Overrides
+from allranks.cli.matrix import KINDS, PHASES, run_matrix
 from allranks.cli.run import DryRun, Gpus, Grace, Name, Order, ProfileName, plan_of, show, start
 from allranks.config.fields import nearest
-from allranks.errors import Problem, ProblemsError
+from allranks.config.load import load_run_config
+from allranks.errors import Problem, ProblemsError, UserError
 from allranks.launch.local import GRACE_S
 from allranks.launch.logs import Console
 from allranks.plan.plan import FaultKind, Injection, Phase
+from allranks.plan.planner import run_directory
 from allranks.report.drill import drill_report
 
 _EXAMPLE = "rank=1,step=3,phase=backward,kind=oom"
@@ -33,9 +37,20 @@ def drill(
     config_file: ConfigFile,
     profile: ProfileName,
     inject: Annotated[
-        list[str],
+        list[str] | None,
         typer.Option(metavar="FAULT", help=f"A fault as {_EXAMPLE}[,times=2]; may be repeated.", show_default=False),
-    ],
+    ] = None,
+    matrix: Annotated[
+        bool, typer.Option("--matrix", help="One fault after another, each in a run of its own with a small model.")
+    ] = False,
+    phases: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAMES", help=f"Of the matrix, from: {','.join(PHASES)}.", show_default=False),
+    ] = None,
+    kinds: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAMES", help=f"Of the matrix, from: {','.join(KINDS)}.", show_default=False),
+    ] = None,
     gpus: Gpus = None,
     smoke: Annotated[bool, typer.Option("--smoke", help="3 steps, one evaluation, one save.")] = False,
     name: Name = None,
@@ -44,19 +59,28 @@ def drill(
     dry_run: DryRun = False,
 ) -> None:
     """Run with faults on purpose, in a run directory of its own."""
-    plan = plan_of(
-        Order(
-            config_file=config_file,
-            overrides=tuple(overrides or ()),
-            profile=profile,
-            gpus=gpus,
-            name=name,
-            suffix="-drill",
-            resume="never",
-            smoke=smoke,
-            injections=parse_injections(inject),
-        )
+    order = Order(
+        config_file=config_file,
+        overrides=tuple(overrides or ()),
+        profile=profile,
+        gpus=gpus,
+        name=name,
+        suffix="-drill",
+        resume="never",
+        smoke=smoke,
+        injections=parse_injections(inject or []),
     )
+    if matrix == bool(inject):
+        raise UserError("give either --inject, once or more, or --matrix\n    fix: --inject " + _EXAMPLE)
+    if not matrix and (phases or kinds):
+        raise UserError("--phases and --kinds choose from --matrix, which was not given\n    fix: add --matrix")
+    if matrix:
+        config = load_run_config(config_file, order.overrides)
+        folder = run_directory(config, config_file)
+        work_dir = folder.with_name(f"{name or folder.name}-matrix-{Path(profile).stem}")
+        code = run_matrix(order, phases=phases or (), kinds=kinds or (), grace_s=grace, work_dir=work_dir)
+        raise typer.Exit(code)
+    plan = plan_of(order)
     if dry_run:
         show(plan)
         return

@@ -147,14 +147,20 @@ def show(plan: Plan) -> None:
     typer.echo(render_dry_run(_request(plan, launch, live_line=False), plan), nl=False)
 
 
-def start(plan: Plan, *, grace_s: float) -> Outcome:
+def start(plan: Plan, *, grace_s: float, console: Console | None = None) -> Outcome:
     """Start the ranks and stay until the last of them is gone, saying on the way what there is to say.
+
+    Args:
+        plan: what to run.
+        grace_s: seconds to save and leave after a stop signal.
+        console: where to say it; default: standard output, and errors to standard error.
 
     Raises:
         UserError: the run directory is in use, or can't be written.
     """
     run_dir = Path(plan.run_dir)
-    console = Console(sys.stdout)
+    errors = console
+    console = console or Console(sys.stdout)
     with launch_lock(run_dir) as unlocked:
         launch = next_launch(run_dir)
         request = _request(plan, launch, live_line=console.is_terminal)
@@ -173,7 +179,7 @@ def start(plan: Plan, *, grace_s: float) -> Outcome:
             console.line(f"allranks: {note}")
         console.line(f"allranks: logs in {_near(request.log_dir)}")
         outcome = run_launch(request, run_dir, world_size=plan.world_size, console=console, grace_s=grace_s)
-    _conclude(outcome, run_dir, console)
+    _conclude(outcome, run_dir, console, errors)
     return outcome
 
 
@@ -188,12 +194,12 @@ def _request(plan: Plan, launch: int, *, live_line: bool) -> LaunchRequest:
     )
 
 
-def _conclude(outcome: Outcome, run_dir: Path, console: Console) -> None:
+def _conclude(outcome: Outcome, run_dir: Path, console: Console, errors: Console | None) -> None:
     """The last words: what the user needs most stands last on the screen."""
     if outcome.exit_code is ExitCode.OK:
         console.line(f"allranks: finished; all about it: allranks show {_near(run_dir)}")
         return
-    errors = Console(sys.stderr)  # which may be gone, if it was a terminal that closed
+    errors = errors or Console(sys.stderr)  # which may be gone, if it was a terminal that closed
     if outcome.log is not None and outcome.tail:
         errors.line(f"allranks: the last lines of {_near(outcome.log)}:")
         for line in outcome.tail:
