@@ -146,11 +146,14 @@ def serve(run_dir: Path) -> None:
     torch.set_num_threads(1)
     answer = sys.stdout
     print(json.dumps("ready"), file=answer, flush=True)
+    alive: set[int] = set()
     for line in sys.stdin:
         request, *arguments = line.split()
         if request == "write":
             reply: Any = forked(lambda call=int(arguments[0]): write_forever(run_dir, call))
+            alive.add(reply)
         elif request == "reap":
+            alive.discard(int(arguments[0]))
             reply = os.waitstatus_to_exitcode(os.waitpid(int(arguments[0]), 0)[1])
         else:
             reader, writer = os.pipe()
@@ -160,6 +163,8 @@ def serve(run_dir: Path) -> None:
                 reply = json.loads(told.read() or '"the verifier died"')
             os.waitpid(child, 0)
         print(json.dumps(reply), file=answer, flush=True)
+    for writer in alive:  # of a test that failed before it killed them
+        os.kill(writer, signal.SIGKILL)
 
 
 # --- the tests -------------------------------------------------------------------------------------------------------
@@ -194,7 +199,10 @@ class Server:
     def close(self) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
-        self._process.wait(timeout=30)
+        try:
+            self._process.wait(timeout=30)
+        finally:
+            self._process.kill()
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from allranks.events import read_events
 STEPS = 40
 SAVE_STEPS = 3
 DEADLINE_S = 90.0
+CHILDREN_S = 60.0
 _LOOK_S = 0.005
 
 
@@ -89,15 +91,26 @@ def _wait_for(kill: Kill, job: subprocess.Popen[bytes], run_dir: Path, launch_no
 
 def _kill_all(job: subprocess.Popen[bytes], run_dir: Path) -> None:
     launcher = psutil.Process(job.pid)
-    launcher.suspend()  # so that it starts and ends nothing while its descendants are counted
-    everyone = [launcher, *launcher.children(recursive=True)]
-    assert len(everyone) > 1
-    for process in everyone:
-        process.send_signal(signal.SIGKILL)
+    everyone = [launcher]
+    try:
+        until = time.monotonic() + CHILDREN_S  # a loaded machine may not have let it start anything yet
+        while job.poll() is None and not launcher.children() and time.monotonic() < until:
+            time.sleep(_LOOK_S)
+        if job.poll() is None:
+            launcher.suspend()  # so that it starts and ends nothing while its descendants are counted
+            everyone += launcher.children(recursive=True)
+    finally:
+        for process in everyone:
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGKILL)
     job.wait(timeout=30)
     _, alive = psutil.wait_procs(everyone, timeout=30)
-    assert alive == []
-    assert _processes_of(run_dir) == []
+    left = _processes_of(run_dir)
+    for process in left:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    assert (alive, left) == ([], [])
+    assert len(everyone) > 1, "there was no job to kill"
 
 
 def _processes_of(run_dir: Path) -> list[psutil.Process]:

@@ -280,7 +280,11 @@ def test_closing_makes_no_noise(tmp_path: Path) -> None:
         )
         for rank in range(3)
     ]
-    outputs = [rank.communicate(timeout=DEADLINE_S)[0] for rank in ranks]
+    try:
+        outputs = [rank.communicate(timeout=DEADLINE_S)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
     assert [rank.returncode for rank in ranks] == [0, 0, 0], outputs
     assert outputs == ["", "", ""]
     assert not (tmp_path / "stacks").exists()

@@ -119,11 +119,14 @@ def test_a_stop_request_saves_at_the_step_boundary(number: signal.Signals, tiny_
     argv, run_dir = command(config, folder, profile="ddp", ranks=2)
     with subprocess.Popen(argv, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=folder) as run:
         events = run_dir / "events" / "rank0.jsonl"
-        until = time.monotonic() + 90
-        while not (events.exists() and '"kind": "step"' in events.read_text()) and time.monotonic() < until:
-            time.sleep(0.2)
-        run.send_signal(number)
-        output, _ = run.communicate(timeout=60)
+        try:
+            until = time.monotonic() + 90
+            while not (events.exists() and '"kind": "step"' in events.read_text()) and time.monotonic() < until:
+                time.sleep(0.2)
+            run.send_signal(number)
+            output, _ = run.communicate(timeout=60)
+        finally:
+            run.kill()  # the ranks leave when their launcher is gone
     assert run.returncode == 75, output.decode()
     finished = Finished(run_dir=run_dir, status=run.returncode, output=output.decode())
     assert finished.verdict["reason"] == "interrupted"
