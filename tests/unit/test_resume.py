@@ -256,6 +256,26 @@ def test_nothing_changed_is_no_note() -> None:
     assert resume_notes(plan(), plan(config=config(**{"training.logging_steps": 10}))) == []
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"world_size": 4},
+        {"profile_kind": "ddp"},
+        {"training.per_device_train_batch_size": 1},
+        {"training.max_tokens_per_micro_batch": 512},
+    ],
+)
+def test_another_split_with_dropout_is_said_to_be_the_same_only_statistically(change: dict[str, Any]) -> None:
+    word = "with lora.lora_dropout = 0.1 another split of a step draws other dropout masks"
+    keys = {key: value for key, value in change.items() if "." in key}
+    fields = {key: value for key, value in change.items() if "." not in key}
+    for dropout, said in ((0.1, 1), (0.0, 0)):
+        before = plan(config=config(**{"lora.lora_dropout": dropout}))
+        now = plan(config=config(**{"lora.lora_dropout": dropout, **keys}), **fields)
+        assert sum(note.startswith(word) for note in resume_notes(before, now)) == said
+        assert not any("dropout" in note for note in resume_notes(before, before))
+
+
 def test_what_changed_and_is_allowed_is_said() -> None:
     changed = plan(
         profile_kind="ddp",

@@ -156,7 +156,7 @@ def resume_notes(saved: Plan, current: Plan) -> list[str]:
     """What changed since the checkpoint and is allowed to, one line each, for console and event log.
 
     Samples, their order and the weights at the checkpoint stay exactly the same; the lines are about what changes the
-    arithmetic to rounding, and about keys that have no effect on a resumed run.
+    arithmetic to rounding, about dropout, and about keys that have no effect on a resumed run.
     """
     notes = []
     for what, before, now in (
@@ -173,12 +173,28 @@ def resume_notes(saved: Plan, current: Plan) -> list[str]:
         for key in _NOTED_KEYS
         if old[key] != new[key]
     ]
+    if current.config.lora.lora_dropout > 0 and _dealt(saved) != _dealt(current):
+        notes.append(
+            f"with lora.lora_dropout = {current.config.lora.lora_dropout} another split of a step draws other dropout "
+            "masks: the losses are from here on the same as before only statistically"
+        )
     key = "training.gradient_accumulation_steps"
     if new[key] is not None and new[key] != old[key]:
         notes.append(
             f"{key} = {new[key]} has no effect on a resumed run: a step keeps its {saved.global_batch_size} samples"
         )
     return notes
+
+
+def _dealt(plan: Plan) -> tuple[object, ...]:
+    """What decides how the samples of a step are dealt to ranks and micro-steps."""
+    training = plan.config.training
+    return (
+        plan.profile_kind,
+        plan.world_size,
+        training.per_device_train_batch_size,
+        training.max_tokens_per_micro_batch,
+    )
 
 
 def _ignored_length_keys(saved: RunConfig, current: RunConfig) -> tuple[str, ...]:
