@@ -14,6 +14,11 @@ def human_bytes(count: int) -> str:
     return f"{count} B"
 
 
+def plural(count: int, noun: str) -> str:
+    """`count` and its noun, e.g. ``1 sample`` or ``2 samples``."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def human_seconds(seconds: float) -> str:
     """`seconds` as ``1 h 02 min``, ``3 min 07 s`` or ``4.2 s``."""
     if seconds >= 3600:

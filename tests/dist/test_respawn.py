@@ -177,6 +177,9 @@ def test_a_rank_that_hangs_is_found_and_all_start_again(
     (death,) = run.events("respawn")
     assert (death["failure"], death["failed_rank"]) == ("hung", culprit), death
     assert death["message"].startswith(("no progress for", "nothing heard for")), death
+    if culprit is not None:
+        assert f"phase={death['phase']}" in fault
+    assert "did not happen" not in run.output
     assert run.committed() == undisturbed.committed()
     losses = {event["step"]: event["loss"] for event in run.events("step")}
     assert [losses[step] for step in sorted(losses)] == pytest.approx(undisturbed.losses(), rel=1e-4)

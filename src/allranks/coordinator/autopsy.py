@@ -21,6 +21,7 @@ from allranks.coordinator.progress import Progress, read_pages
 from allranks.coordinator.respawn import Death
 from allranks.errors import RESPAWN_STATUS, ExitCode
 from allranks.rundir import launch_log_path, replace_text
+from allranks.units import plural
 
 CAPS_FILE = "caps.json"
 
@@ -208,7 +209,7 @@ def _found(rank: int, page: Progress | None, kind: FailureKind, how: str, known:
     where = f"in {page.phase}" if page.step <= page.committed_step else f"in step {page.step} ({page.phase})"
     message = f"rank {rank} {how} {where}"
     if page.samples:
-        message += f" on a micro-batch of {page.samples} sample{'s' * (page.samples > 1)}, {page.tokens} tokens"
+        message += f" on a micro-batch of {plural(page.samples, 'sample')}, {plural(page.tokens, 'token')}"
     cut = kind is FailureKind.NATIVE_OOM and page.samples > 1 and known is not None and page.phase != "eval"
     if cut and known is not None:
         known = known.with_side("step", known.train.cut(samples=page.samples, tokens=page.tokens))

@@ -15,7 +15,7 @@ from allranks.coordinator.attempt import AttemptPhase
 from allranks.coordinator.ballots import Ballot, StepTally, StepVerdict, Tally
 from allranks.coordinator.kinds import TRAITS, FailureKind, Severity
 from allranks.errors import ExitCode, StopTraining
-from allranks.units import human_bytes
+from allranks.units import human_bytes, plural
 
 LEAK_FAILURES = 4
 """So many memory failures without any growth in work are a leak."""
@@ -283,8 +283,8 @@ def _shrink(state: PolicyState, tally: Tally, cause: Ballot, what: str, phase: A
         caps = smaller.caps
         return Retry(
             state=state.with_side(phase, smaller),
-            message=f"{what}; all ranks retry with at most {caps.max_samples} samples and {caps.max_tokens} tokens "
-            "per micro-batch",
+            message=f"{what}; all ranks retry with at most {plural(caps.max_samples, 'sample')} and "
+            f"{plural(caps.max_tokens or 0, 'token')} per micro-batch",
         )
     if unexplained and not state.retried_unchanged:
         return Retry(
@@ -374,8 +374,7 @@ def _what(tally: Tally, cause: Ballot, rank: int, phase: AttemptPhase) -> str:
     where = _DOING[phase] if phase == "load" else f"{_DOING[phase]} {step}"
     text = f"rank {rank} {_NAMES.get(kind, 'failed')} ({kind}) {where}"
     if cause.samples:
-        plural = "s" if cause.samples > 1 else ""
-        text += f" on a micro-batch of {cause.samples} sample{plural}, {cause.tokens} tokens"
+        text += f" on a micro-batch of {plural(cause.samples, 'sample')}, {plural(cause.tokens, 'token')}"
     asked = None if cause.bytes_asked is None else f"asked {human_bytes(cause.bytes_asked)}"
     free = None if cause.bytes_free is None else f"{human_bytes(cause.bytes_free)} free"
     figures = ", ".join(part for part in (asked, free) if part)

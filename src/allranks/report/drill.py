@@ -40,8 +40,9 @@ def _became(run_dir: Path, fault: Injection) -> str:
     respawns = [
         event
         for event in read_events(run_dir)
-        if event["kind"] == "respawn" and event["failed_rank"] == fault.rank and event["phase"] == fault.phase
-        if fault.phase == "load" or event["step"] == step
+        if event["kind"] == "respawn" and (fault.phase == "load" or event["step"] == step)
+        # Of a hang inside a collective nobody knows whose fault it is.
+        if event["failed_rank"] is None or (event["failed_rank"], event["phase"]) == (fault.rank, fault.phase)
     ]
     retries = [e for e in report.incidents if e["kind"] == "retry" and e["step"] == step]
     committed = report.step >= step and fault.phase != "load"

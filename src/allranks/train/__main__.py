@@ -36,7 +36,8 @@ def main(argv: list[str] | None = None) -> int:
     # Only now: what the libraries say while they load belongs into the log.
     from allranks.coordinator.agreement import ControlPlaneLost
     from allranks.train.bare import start_bare
-    from allranks.train.main import lost, process_status, run
+    from allranks.train.leaving import lost, process_status
+    from allranks.train.main import run
     from allranks.train.process import join, joined_control, leave
     from allranks.train.quiet import quiet
 

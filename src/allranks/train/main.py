@@ -2,35 +2,31 @@
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch.distributed as dist
 
 from allranks.coordinator.agreement import ControlPlane, ControlPlaneLost
 from allranks.coordinator.attempt import FailureFlag
-from allranks.coordinator.heartbeats import Hung, Pulse
+from allranks.coordinator.heartbeats import Pulse
 from allranks.coordinator.injection import FaultInjector
-from allranks.coordinator.kinds import TRAITS, FailureKind
 from allranks.coordinator.liveness import Liveness
-from allranks.coordinator.policy import Respawn
 from allranks.coordinator.progress import ProgressPage
-from allranks.coordinator.watcher import Declared, Watcher
-from allranks.errors import RESPAWN_STATUS, ExitCode, StopTraining
+from allranks.coordinator.watcher import Watcher
+from allranks.errors import ExitCode, StopTraining
 from allranks.events import EventLog
 from allranks.plan.plan import Plan
 from allranks.train.console import Console
 from allranks.train.context import Context
 from allranks.train.finishing import finish
+from allranks.train.leaving import leave_as_declared, leave_for_peers, leave_hung, start_again, verdict_of
 from allranks.train.loop import train
 from allranks.train.process import Rank
 from allranks.train.respawning import agreed_generation, revive
 from allranks.train.setup import first_caps, set_up
 from allranks.train.signals import listen
-from allranks.train.together import RespawnNow, last_words
+from allranks.train.together import RespawnNow
 from allranks.train.versions import versions
 from allranks.verdict import Verdict, read_verdict, write_verdict
 
@@ -62,10 +58,10 @@ def run(plan: Plan, rank: Rank, control: ControlPlane, launch: int) -> ExitCode:
             step=job.position.step,
         )
     except StopTraining as stop:
-        verdict = _verdict(stop.reason, str(stop), stop.exit_code, ctx.committed_step)
+        verdict = verdict_of(stop.reason, str(stop), stop.exit_code, ctx.committed_step)
         ctx.events.write("stop", step=ctx.committed_step, reason=stop.reason, message=str(stop))
     except RespawnNow as error:
-        _start_again(ctx, str(error))
+        start_again(ctx, str(error))
     except ControlPlaneLost:
         ctx.watcher.give_way()
         if ctx.liveness is not None:
@@ -105,7 +101,7 @@ def _context(plan: Plan, rank: Rank, control: ControlPlane, launch: int, generat
             store=store,
             key=f"launch-{launch}-g{generation}",
             deadline_s=plan.config.oom.stop_timeout_s,
-            leave=lambda declared: _leave(ctx, declared),
+            leave=lambda declared: leave_as_declared(ctx, declared),
         ),
         injector=FaultInjector(
             plan.injections, rank=place.rank, device=str(rank.device), fired=run_dir / "injected" / f"L{launch:04d}"
@@ -127,13 +123,13 @@ def _context(plan: Plan, rank: Rank, control: ControlPlane, launch: int, generat
             pulse=ctx.pulse,
             hang_timeout_s=timeout_s,
             stacks_dir=run_dir / "stacks" / f"L{launch:04d}-g{generation}",
-            on_hang=lambda hung: _hung(ctx, hung),
+            on_hang=lambda hung: leave_hung(ctx, hung),
         )
     listen(
         run_dir,
         restarted_by_agent=ctx.can_respawn and place.world_size > 1,
         stop=ctx.signalled.append,
-        leave=lambda: _end_for_peers(ctx),
+        leave=lambda: leave_for_peers(ctx),
     )
     return ctx
 
@@ -161,73 +157,3 @@ def _announce(ctx: Context) -> None:
             ctx.events.write("note", message=word)
         else:
             ctx.note(word)
-
-
-def _verdict(reason: str, message: str, exit_code: ExitCode, step: int) -> Verdict:
-    return Verdict(reason=reason, message=message, exit_code=exit_code, step=step)  # type: ignore[arg-type]
-
-
-def _leave(ctx: Context, declared: Declared) -> None:
-    """In the watcher's thread, on every rank: the main thread may never come back from its collective."""
-    stop = json.loads(declared.message)
-    if "respawn" in stop:
-        _start_again(ctx, stop["respawn"])
-    silent = f" (no answer from ranks {list(declared.silent_ranks)})" if declared.silent_ranks else ""
-    verdict = _verdict(stop["reason"], stop["message"] + silent, ExitCode(stop["exit_code"]), ctx.committed_step)
-    ctx.events.write("stop", step=ctx.committed_step, reason=verdict.reason, message=verdict.message)
-    if ctx.is_main:
-        write_verdict(ctx.run_dir, verdict)
-        ctx.console.say(f"{verdict.reason}: {verdict.message}")
-    sys.stdout.flush()
-    os._exit(process_status(ctx.rank, verdict.exit_code))
-
-
-def _hung(ctx: Context, hung: Hung) -> NoReturn:
-    """In a thread of liveness, on every rank that still can: no main thread comes back from this."""
-    first = min(rank for rank in range(ctx.world_size) if rank not in hung.not_answering)
-    me = ctx.rank.environment.rank
-    if me == first:
-        culprit = hung.culprits[0] if hung.culprits else None
-        at = ctx.page.now
-        what = Respawn(state=ctx.policy, kind=FailureKind.HUNG, message=hung.message)
-        last_words(ctx, what, failed_rank=culprit, step=at.step, phase=at.phase)
-        ctx.console.say(hung.message)
-        if not ctx.can_respawn:
-            words = f"{hung.message}; {TRAITS[FailureKind.HUNG].advice}"
-            write_verdict(ctx.run_dir, _verdict("failure", words, ExitCode.RANK_LOST, ctx.committed_step))
-    assert ctx.liveness is not None
-    ctx.liveness.kill_not_answering(hung)
-    if ctx.can_respawn:
-        _start_again(ctx, hung.message)
-    sys.stdout.flush()
-    os._exit(process_status(ctx.rank, ExitCode.RANK_LOST))
-
-
-def _start_again(ctx: Context, message: str) -> NoReturn:
-    """Leave with all other ranks, to be started again with them."""
-    ctx.page.leave("respawn")
-    if ctx.is_main:
-        ctx.console.say(f"{message}; all ranks start again")
-    sys.stdout.flush()
-    os._exit(RESPAWN_STATUS)
-
-
-def _end_for_peers(ctx: Context) -> NoReturn:
-    """Another rank has died, and whoever started the ranks ends the others to start all of them again."""
-    ctx.page.leave("another rank died")
-    sys.stdout.flush()
-    os._exit(int(ExitCode.RANK_LOST))
-
-
-def process_status(rank: Rank, code: ExitCode) -> int:
-    """What this process returns: under our launcher 0, for torchelastic would restart the ranks for anything else."""
-    return 0 if rank.environment.under_launcher else int(code)
-
-
-def lost(error: ControlPlaneLost) -> NoReturn:
-    """The end of a rank whose peers are gone: at once, for a data plane with a dead rank can't be taken down.
-
-    Where the ranks are started again, this status has torchelastic do so.
-    """
-    print(f"rank lost: {error}", file=sys.stderr, flush=True)
-    os._exit(int(ExitCode.RANK_LOST))

@@ -13,6 +13,7 @@ from allranks.coordinator.respawn import GiveUp, may_go_on, read_ledger, started
 from allranks.errors import ExitCode, StopTraining
 from allranks.train.context import Context
 from allranks.train.together import Attempt, remember_caps, together
+from allranks.units import plural
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,8 +132,8 @@ def tell(ctx: Context, revival: Revival, resumed_step: int) -> None:
     if not ctx.is_main:
         return
     where = f"the checkpoint of step {resumed_step}" if resumed_step else "step 0, for there is no checkpoint yet"
-    again = f"; to be made again since then: {len(abandoned)} step{'s' * (len(abandoned) > 1)}" if abandoned else ""
-    smaller = f", with at most {caps.max_samples} samples per micro-batch" if revival.cut else ""
+    again = f"; to be made again since then: {plural(len(abandoned), 'step')}" if abandoned else ""
+    smaller = f", with at most {plural(caps.max_samples, 'sample')} per micro-batch" if revival.cut else ""
     ctx.console.say(
         f"{revival.message}; all ranks were started again (restart {ctx.generation}; {revival.used} of {budget} "
         f"used for this cause) and go on from {where}{again}{smaller}"

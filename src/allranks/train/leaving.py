@@ -1,0 +1,92 @@
+"""How a rank leaves where no vote can be held any more: at once, from whatever thread has noticed."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import NoReturn
+
+from allranks.coordinator.agreement import ControlPlaneLost
+from allranks.coordinator.heartbeats import Hung
+from allranks.coordinator.kinds import TRAITS, FailureKind
+from allranks.coordinator.policy import Respawn
+from allranks.coordinator.progress import read_pages
+from allranks.coordinator.watcher import Declared
+from allranks.errors import RESPAWN_STATUS, ExitCode
+from allranks.train.context import Context
+from allranks.train.process import Rank
+from allranks.train.together import last_words
+from allranks.verdict import Verdict, write_verdict
+
+
+def verdict_of(reason: str, message: str, exit_code: ExitCode, step: int) -> Verdict:
+    """The verdict of a stop; its reason is one of `verdict.Reason`."""
+    return Verdict(reason=reason, message=message, exit_code=exit_code, step=step)  # type: ignore[arg-type]
+
+
+def leave_as_declared(ctx: Context, declared: Declared) -> NoReturn:
+    """In the watcher's thread, on every rank: the main thread may never come back from its collective."""
+    stop = json.loads(declared.message)
+    if "respawn" in stop:
+        start_again(ctx, stop["respawn"])
+    silent = f" (no answer from ranks {list(declared.silent_ranks)})" if declared.silent_ranks else ""
+    verdict = verdict_of(stop["reason"], stop["message"] + silent, ExitCode(stop["exit_code"]), ctx.committed_step)
+    ctx.events.write("stop", step=ctx.committed_step, reason=verdict.reason, message=verdict.message)
+    if ctx.is_main:
+        write_verdict(ctx.run_dir, verdict)
+        ctx.console.say(f"{verdict.reason}: {verdict.message}")
+    sys.stdout.flush()
+    os._exit(process_status(ctx.rank, verdict.exit_code))
+
+
+def leave_hung(ctx: Context, hung: Hung) -> NoReturn:
+    """In a thread of liveness, on every rank that still can: no main thread comes back from this."""
+    first = min(rank for rank in range(ctx.world_size) if rank not in hung.not_answering)
+    me = ctx.rank.environment.rank
+    if me == first:
+        culprit = hung.culprits[0] if hung.culprits else None
+        pages = read_pages(ctx.run_dir, launch=ctx.launch, generation=ctx.generation)
+        at = ctx.page.now if culprit is None else pages.get(culprit, ctx.page.now)
+        what = Respawn(state=ctx.policy, kind=FailureKind.HUNG, message=hung.message)
+        last_words(ctx, what, failed_rank=culprit, step=at.step, phase=at.phase)
+        ctx.console.say(hung.message)
+        if not ctx.can_respawn:
+            words = f"{hung.message}; {TRAITS[FailureKind.HUNG].advice}"
+            write_verdict(ctx.run_dir, verdict_of("failure", words, ExitCode.RANK_LOST, ctx.committed_step))
+    assert ctx.liveness is not None
+    ctx.liveness.kill_not_answering(hung)
+    if ctx.can_respawn:
+        start_again(ctx, hung.message)
+    sys.stdout.flush()
+    os._exit(process_status(ctx.rank, ExitCode.RANK_LOST))
+
+
+def start_again(ctx: Context, message: str) -> NoReturn:
+    """Leave with all other ranks, to be started again with them."""
+    ctx.page.leave("respawn")
+    if ctx.is_main:
+        ctx.console.say(f"{message}; all ranks start again")
+    sys.stdout.flush()
+    os._exit(RESPAWN_STATUS)
+
+
+def leave_for_peers(ctx: Context) -> NoReturn:
+    """Another rank has died, and whoever started the ranks ends the others to start all of them again."""
+    ctx.page.leave("another rank died")
+    sys.stdout.flush()
+    os._exit(int(ExitCode.RANK_LOST))
+
+
+def process_status(rank: Rank, code: ExitCode) -> int:
+    """What this process returns: under our launcher 0, for torchelastic would restart the ranks for anything else."""
+    return 0 if rank.environment.under_launcher else int(code)
+
+
+def lost(error: ControlPlaneLost) -> NoReturn:
+    """The end of a rank whose peers are gone: at once, for a data plane with a dead rank can't be taken down.
+
+    Where the ranks are started again, this status has torchelastic do so.
+    """
+    print(f"rank lost: {error}", file=sys.stderr, flush=True)
+    os._exit(int(ExitCode.RANK_LOST))
