@@ -242,6 +242,7 @@ class FailureRecord:
         samples: samples in the failing micro-batch; 0 outside one.
         tokens: its tokens, padding included.
         sample_ids: its samples.
+        gpu_processes: other processes on the GPU, of a rank that found no room while it loaded.
     """
 
     launch: int
@@ -259,6 +260,7 @@ class FailureRecord:
     samples: int = 0
     tokens: int = 0
     sample_ids: tuple[int, ...] = ()
+    gpu_processes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "message", self.message[:MESSAGE_LIMIT])
@@ -296,6 +298,7 @@ def read_all(run_dir: Path, *, launch: int | None = None, step: int | None = Non
     records = []
     for path in sorted((run_dir / FAILURES_DIR).glob(f"L{wanted_launch}-g*-s{wanted_step}-*.json")):
         fields = json.loads(path.read_text(encoding="utf-8"))
-        fields.update(kind=FailureKind(fields["kind"]), sample_ids=tuple(fields["sample_ids"]))
+        fields |= {name: tuple(fields.get(name, ())) for name in ("sample_ids", "gpu_processes")}
+        fields["kind"] = FailureKind(fields["kind"])
         records.append(FailureRecord(**fields))
     return records

@@ -192,6 +192,10 @@ class Respawn:
 
 Decision = Go | Retry | Respawn | Stop
 
+_LOAD_ADVICE = (
+    "free the GPU of other processes, give each rank a GPU of its own, take a smaller model, or a profile that spreads "
+    "it over more GPUs (zero3, fsdp)"
+)
 _FLOOR_ADVICE = (
     "shorten data.max_length, set training.gradient_checkpointing, adapt fewer lora.target_modules, "
     "or take another profile (zero3 and fsdp spread the model)"
@@ -330,7 +334,7 @@ def _stop(cause: Ballot, message: str) -> Stop:
 def _stop_loading(cause: Ballot, what: str) -> Stop:
     """Loading has nothing to make smaller; what doesn't fit together is the user's to put right."""
     if cause.memory:
-        return _stop(cause, f"{what}; not even the model fits: {_FLOOR_ADVICE}")
+        return _stop(cause, f"{what}; not even the model fits: {_LOAD_ADVICE}")
     stop = _stop(cause, f"{what}; {_advice(cause)}")
     if cause.kind in (FailureKind.SIZE_MISMATCH, FailureKind.DTYPE_MISMATCH):
         return replace(stop, exit_code=ExitCode.USAGE)

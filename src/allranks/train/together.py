@@ -23,6 +23,7 @@ from allranks.coordinator.policy import Go, Respawn, Retry, Stop, decide
 from allranks.coordinator.respawn import Death
 from allranks.errors import AllranksError, ExitCode, StopTraining
 from allranks.train.context import Context
+from allranks.train.occupants import other_processes
 
 T = TypeVar("T")
 
@@ -141,10 +142,18 @@ def _failing(ctx: Context, ballot: Ballot, failed: Failed, at: Attempt, *, in_co
             samples=len(at.sample_ids),
             tokens=at.tokens,
             sample_ids=at.sample_ids,
+            gpu_processes=_in_the_way(ctx, failed, at),
         )
     return ballot.failing(
         failed.classification, samples=len(at.sample_ids), tokens=at.tokens, in_collective=in_collective
     )
+
+
+def _in_the_way(ctx: Context, failed: Failed, at: Attempt) -> tuple[str, ...]:
+    """Who else is on the GPU, if this rank found no room while it loaded."""
+    if at.key.phase != "load" or not failed.classification.memory:
+        return ()
+    return other_processes(ctx.rank.device)
 
 
 def _retry(ctx: Context, decision: Retry, key: AttemptKey, tally: Tally) -> None:
@@ -224,6 +233,9 @@ def explained(ctx: Context, stop: Stop, key: AttemptKey, cause_rank: int | None)
     records = read_all(ctx.run_dir, launch=key.launch, step=key.step)
     mine = (cause_rank, key.generation, key.attempt)
     words = next((r for r in reversed(records) if (r.rank, r.generation, r.attempt) == mine), None)
+    if words is not None and words.gpu_processes:
+        others = "; ".join(words.gpu_processes)
+        return StopTraining(stop.reason, f"{stop.message}\n    also on this GPU: {others}", stop.exit_code)
     if words is None or TRAITS[words.kind].memory:
         return stop.error()
     text = words.message.partition(": ")[2] if words.kind in _SELF_EXPLAINED else f"{stop.message}\n{words.message}"
