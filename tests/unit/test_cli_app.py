@@ -160,7 +160,29 @@ def test_config_check(run_yaml: Path) -> None:
 def test_config_check_finds_contradictions_with_a_profile(run_yaml: Path) -> None:
     answer = allranks("config", "check", str(run_yaml), "--profile", "fsdp", "--set", "training.optim=adamw_8bit")
     assert answer.returncode == ExitCode.USAGE
-    assert answer.stderr.startswith(f"{run_yaml} with profile fsdp: 1 problem\n  training.optim: adamw_8bit fails")
+    assert answer.stderr.startswith(f"{run_yaml}: 1 problem\n  training.optim: adamw_8bit fails")
+
+
+def test_contradictions_with_a_profile_stand_beside_all_that_is_wrong(run_yaml: Path) -> None:
+    words = ("training.optim=adamw_8bit", "lora.r=0", "training.mixed_precision=often", "lora.x=1")
+    settings = [word for setting in words for word in ("--set", setting)]
+    answer = allranks("config", "check", str(run_yaml), "--profile", "fsdp", *settings)
+    assert answer.returncode == ExitCode.USAGE
+    heads = [line.strip().partition(": ")[0] for line in answer.stderr.splitlines()[1:] if line[2] != " "]
+    assert sorted(heads) == ["lora.r", "lora.x", "training.mixed_precision", "training.optim"]
+
+
+@pytest.mark.parametrize("command", [("check",), ("show",)])
+def test_a_file_whose_name_can_be_no_run_name_needs_another(run_yaml: Path, command: tuple[str, ...]) -> None:
+    file = run_yaml.rename(run_yaml.with_name("my run (2).yaml"))
+    answer = allranks("config", *command, str(file))
+    assert answer.returncode == ExitCode.USAGE
+    assert answer.stderr.splitlines()[1:] == [
+        "  output.name: is not set, and the name of the file, 'my run (2)', is not the name of a run",
+        "      fix: set output.name, give --name my-run-2, or rename the file: letters, digits, dots, hyphens and "
+        "underscores only",
+    ]
+    assert allranks("config", *command, str(file), "--set", "output.name=mine").returncode == 0
 
 
 def test_config_show(run_yaml: Path) -> None:

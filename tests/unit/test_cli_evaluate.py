@@ -74,7 +74,7 @@ def test_no_such_run_names_those_there_are(folder: Path, shell: Refuse) -> None:
     assert refused(*shell, "third").splitlines() == [
         "third: no such run, neither as a path nor in runs/",
         "    valid: first, second",
-        "    fix: give the path of its directory",
+        "    fix: give the path of its directory, or list the runs of a folder with `allranks runs DIR`",
     ]
 
 

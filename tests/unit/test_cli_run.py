@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -194,7 +195,7 @@ def test_a_run_directory_with_something_else_in_it_is_refused(
         (("--resume", "must"), "--resume must: there is no checkpoint to go on from"),
         (("--resume", "must", "--smoke"), "--resume must contradicts --smoke, which always starts anew"),
         (("--resume", "maybe"), "'maybe' is not one of 'auto', 'must', 'never'"),
-        (("--name", "a/b"), "output.name: 'a/b' is not the name of a run (--set)"),
+        (("--name", "a/b"), "output.name: 'a/b' is not the name of a run (--name)"),
         (("--gpus", "0"), "--gpus: 0 is not a number of ranks"),
         (("--set", "training.learning_rat=1"), "nearest: training.learning_rate"),
         (("--set", "output.dir=run.yaml"), "run.yaml/run can't be made or used: Not a directory"),
@@ -290,6 +291,24 @@ def test_all_faults_of_all_faults_are_listed_at_once(allranks: Command, folder: 
         "      fix: write all of them, as in rank=1,step=3,phase=backward,kind=oom",
     ]
     assert not (folder / "runs").exists()
+
+
+def test_the_name_of_the_file_obeys_the_rule_of_names(allranks: Command, folder: Path) -> None:
+    (folder / "run.yaml").rename(folder / "-my run.yaml")
+    done = allranks("run", "--profile", "ddp", "--", "-my run.yaml")
+    assert done.returncode == ExitCode.USAGE
+    assert "the name of the file, '-my run', is not the name of a run\n" in done.stderr
+    assert "give --name my-run, or rename the file" in done.stderr
+    assert not (folder / "runs").exists()
+    assert allranks("run", "--profile", "ddp", "--name", "my-run", "--", "-my run.yaml").returncode == 0
+    assert (folder / "runs" / "my-run" / PLAN_FILE).exists()
+
+
+def test_the_last_line_can_be_pasted_into_a_shell(allranks: Command, folder: Path) -> None:
+    done = allranks("run", "run.yaml", "--profile", "ddp", "--set", "output.dir=it's mine")
+    *_, last = done.stdout.splitlines()
+    _, _, command = last.partition("all about it: ")
+    assert shlex.split(command) == ["allranks", "show", "it's mine/run"]
 
 
 # --- where a launch goes ---------------------------------------------------------------------------------------------

@@ -403,7 +403,25 @@ def test_a_path_that_does_not_exist_is_no_hub_id(tmp_path: Path, value: str) -> 
     assert problem.path == "data.train"
     assert problem.message.startswith(f"'{value}' does not exist: there is no /")
     assert problem.message.endswith("(line 3)")
-    assert problem.nearest == ("train.jsonl" if value == "trian.jsonl" else None)
+    assert problem.nearest == ("train.jsonl" if "trian" in value else None)
+
+
+def test_only_a_file_with_a_similar_stem_is_near(tmp_path: Path) -> None:
+    for name in ("train.jsonl", "train.csv", "notes.txt"):
+        (tmp_path / name).touch()
+    for value, near in (("nope.jsonl", None), ("trains.csv", "train.csv"), ("note", "notes.txt"), ("x.txt", None)):
+        problem = problem_of(f"model: {{name_or_path: org/model}}\ndata: {{train: ./{value}}}\n", folder=tmp_path)
+        assert problem.nearest == near
+
+
+def test_the_fix_of_a_path_says_where_it_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = "model: {name_or_path: org/model}\ndata: {train: org/set}\n"
+    from_file = problem_of(text.replace("org/set", "nope.jsonl"), folder=tmp_path / "elsewhere")
+    from_shell = problem_of(text, "data.train=nope.jsonl", folder=tmp_path / "elsewhere")
+    assert from_file.fix == "give a path from the folder of the configuration file, an absolute path, or a hub id"
+    assert from_shell.fix == "give a path from the working directory, an absolute path, or a hub id"
+    assert f"there is no {tmp_path / 'nope.jsonl'}" in from_shell.message
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:

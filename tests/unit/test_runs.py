@@ -381,6 +381,9 @@ def test_show_takes_a_name_in_runs(
             ("show", "nope"),
             r"nope: no such run, neither as a path nor in runs/\n    valid: demo\n    fix: give the path",
         ),
+        (("show", "dem"), r"dem: no such run, neither .*\n    nearest: demo\n    valid: demo\n"),
+        (("show", "d"), r"d: no such run, neither .*\n    nearest: demo\n    valid: demo\n"),
+        (("show", ""), r"RUN is empty\n    fix: give the path of a run directory, or its name in runs/"),
         (("runs", "nope"), r"nope: no such folder\n    fix: give the folder that holds the runs"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -9,7 +10,6 @@ import typer
 
 from allranks.config.load import load_run_config
 from allranks.config.render import given_yaml, resolved_yaml
-from allranks.errors import ProblemsError
 from allranks.profiles import check_profile_against_run, load_profile
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="RUN.YAML", help="Configuration of the run.", show_default=False)]
@@ -35,13 +35,12 @@ def check(
         typer.Option(metavar="NAME", help="Look for contradictions with this profile too.", show_default=False),
     ] = None,
 ) -> None:
-    """List everything that is wrong with a configuration."""
-    config = load_run_config(config_file, overrides or ())
-    if profile is not None:
-        chosen = load_profile(profile)
-        problems = check_profile_against_run(chosen, config)
-        if problems:
-            raise ProblemsError(f"{config_file} with profile {chosen.name}", problems)
+    """List everything that is wrong with a configuration.
+
+    Data files, the hub and the model are not looked into: whether a path is there is checked, and nothing behind it.
+    """
+    contradictions = None if profile is None else partial(check_profile_against_run, load_profile(profile))
+    load_run_config(config_file, overrides or (), contradictions=contradictions)
     typer.echo(f"{config_file}: valid" + (f", and it goes with profile {profile}" if profile is not None else ""))
 
 
@@ -52,6 +51,9 @@ def show(
         bool, typer.Option("--resolved", help="Print every key, with its meaning, defaults filled in.")
     ] = False,
 ) -> None:
-    """Print a configuration as YAML; paths are absolute."""
+    """Print a configuration as YAML; paths of files are absolute.
+
+    Paths in RUN.YAML start at its folder, those of --set and output.dir at the working directory.
+    """
     config = load_run_config(config_file, overrides or ())
     typer.echo(resolved_yaml(config) if resolved else given_yaml(config), nl=False)

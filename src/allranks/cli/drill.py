@@ -52,13 +52,15 @@ def drill(
         typer.Option(metavar="NAMES", help=f"Of the matrix, from: {','.join(KINDS)}.", show_default=False),
     ] = None,
     gpus: Gpus = None,
-    smoke: Annotated[bool, typer.Option("--smoke", help="3 steps, one evaluation, one save.")] = False,
+    smoke: Annotated[
+        bool, typer.Option("--smoke", help="3 steps, one evaluation if data.eval is set, one save.")
+    ] = False,
     name: Name = None,
     overrides: Overrides = None,
     grace: Grace = GRACE_S,
     dry_run: DryRun = False,
 ) -> None:
-    """Run with faults on purpose, in a run directory of its own."""
+    """Run with faults on purpose, in a run directory of its own, NAME-drill."""
     order = Order(
         config_file=config_file,
         overrides=tuple(overrides or ()),
@@ -75,7 +77,7 @@ def drill(
     if not matrix and (phases or kinds):
         raise UserError("--phases and --kinds choose from --matrix, which was not given\n    fix: add --matrix")
     if matrix:
-        config = load_run_config(config_file, order.overrides)
+        config = load_run_config(config_file, order.overrides, name=name)
         folder = run_directory(config, config_file)
         work_dir = folder.with_name(f"{name or folder.name}-matrix-{Path(profile).stem}")
         code = run_matrix(order, phases=phases or (), kinds=kinds or (), grace_s=grace, work_dir=work_dir)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
+import shlex
 import sys
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -24,7 +25,7 @@ from allranks.launch.outcome import Outcome
 from allranks.plan.hardware import detect
 from allranks.plan.plan import PLAN_FILE, Injection, Plan
 from allranks.plan.planner import make_plan, run_directory
-from allranks.profiles import load_profile
+from allranks.profiles import check_profile_against_run, load_profile
 from allranks.rundir import launch_lock, next_launch, replace_text, unwritable
 
 ProfileName = Annotated[
@@ -85,7 +86,7 @@ def run(
     profile: ProfileName,
     gpus: Gpus = None,
     smoke: Annotated[
-        bool, typer.Option("--smoke", help="3 steps, one evaluation, one save, in a directory of its own.")
+        bool, typer.Option("--smoke", help="3 steps, one evaluation if data.eval is set, one save, in NAME-smoke.")
     ] = False,
     resume: Annotated[
         Literal["auto", "must", "never"],
@@ -123,13 +124,18 @@ def plan_of(order: Order) -> Plan:
     Raises:
         AllranksError: all that is wrong with what the user gave.
     """
-    named = () if order.name is None else (f"output.name={json.dumps(order.name)}",)
-    config = load_run_config(order.config_file, (*order.overrides, *named))
+    profile = load_profile(order.profile)
+    config = load_run_config(
+        order.config_file,
+        order.overrides,
+        name=order.name,
+        contradictions=partial(check_profile_against_run, profile),
+    )
     wanted = run_directory(config, order.config_file)
     goal = destination(wanted.with_name(wanted.name + order.suffix), config, order.resume)
     plan = make_plan(
         config,
-        load_profile(order.profile),
+        profile,
         detect(),
         run_dir=goal.run_dir,
         gpus=order.gpus,
@@ -197,7 +203,7 @@ def _request(plan: Plan, launch: int, *, live_line: bool) -> LaunchRequest:
 def _conclude(outcome: Outcome, run_dir: Path, console: Console, errors: Console | None) -> None:
     """The last words: what the user needs most stands last on the screen."""
     if outcome.exit_code is ExitCode.OK:
-        console.line(f"allranks: finished; all about it: allranks show {_near(run_dir)}")
+        console.line(f"allranks: finished; all about it: allranks show {shlex.quote(_near(run_dir))}")
         return
     errors = errors or Console(sys.stderr)  # which may be gone, if it was a terminal that closed
     if outcome.log is not None and outcome.tail:

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from allranks.config.fields import nearest
 from allranks.errors import UserError
 from allranks.plan.plan import PLAN_FILE
 from allranks.report.runs import find_runs, read_run
@@ -59,15 +60,21 @@ def find_run_dir(run: str) -> Path:
     Raises:
         UserError: there is none; names the runs in runs/.
     """
+    if not run:
+        raise UserError("RUN is empty\n    fix: give the path of a run directory, or its name in runs/")
     candidates = (Path(run), Path("runs") / run)
     for path in candidates:
         if (path / PLAN_FILE).is_file():
             return path
     known = sorted(path.parent.name for path in Path("runs").glob(f"*/{PLAN_FILE}"))
-    valid = f"\n    valid: {', '.join(known)}" if known else ""
-    raise UserError(
-        f"{run}: no such run, neither as a path nor in runs/{valid}\n    fix: give the path of its directory"
-    )
+    near = nearest(Path(run).name, known) or next((name for name in known if name.startswith(run)), None)
+    lines = [
+        f"{run}: no such run, neither as a path nor in runs/",
+        *([f"nearest: {near}"] if near is not None else []),
+        *([f"valid: {', '.join(known)}"] if known else []),
+        "fix: give the path of its directory, or list the runs of a folder with `allranks runs DIR`",
+    ]
+    raise UserError("\n    ".join(lines))
 
 
 def _width() -> int:

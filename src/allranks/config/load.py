@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 from allranks.config.document import read_document, read_value, shown
 from allranks.config.fields import key_specs, nearest, section_models
 from allranks.config.paths import resolve_paths
-from allranks.config.rules import broken_rules
+from allranks.config.rules import broken_rules, unfit_file_name
 from allranks.config.schema import RunConfig
 from allranks.config.wrong import unknown_key, wrong_value
 from allranks.errors import Problem, ProblemsError
@@ -23,7 +23,14 @@ _HUB_TOKEN = re.compile(r"(?<![A-Za-z0-9])hf_[A-Za-z0-9]{16,}")
 _COMMAND_LINE = "--set"
 
 
-def load_run_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+Contradictions = Callable[[RunConfig], list[Problem]]
+"""Problems of a configuration with something that is given beside it; keys with problems of their own are at their
+defaults."""
+
+
+def load_run_config(
+    path: Path, overrides: Sequence[str] = (), *, name: str | None = None, contradictions: Contradictions | None = None
+) -> RunConfig:
     """Read and validate `run.yaml`.
 
     Relative paths in it start at its own folder; those in `overrides` at the working directory.
@@ -31,6 +38,8 @@ def load_run_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     Args:
         path: the YAML file.
         overrides: values of `--set`, each ``section.key=value`` with the value in YAML.
+        name: value of `--name`, which sets ``output.name``. Without either the run is called after the file.
+        contradictions: what else to look for.
 
     Raises:
         ProblemsError: everything that is wrong with it, in the order of the file.
@@ -50,10 +59,27 @@ def load_run_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
             nearest=nearest(path.name, siblings),
         )
         raise ProblemsError(str(path), [problem]) from None
-    return parse_run_config(text, source=str(path), folder=path.parent, overrides=overrides)
+    return parse_run_config(
+        text,
+        source=str(path),
+        folder=path.parent,
+        overrides=overrides,
+        name=name,
+        file_name=path.name,
+        contradictions=contradictions,
+    )
 
 
-def parse_run_config(text: str, *, source: str, folder: Path, overrides: Sequence[str] = ()) -> RunConfig:
+def parse_run_config(
+    text: str,
+    *,
+    source: str,
+    folder: Path,
+    overrides: Sequence[str] = (),
+    name: str | None = None,
+    file_name: str | None = None,
+    contradictions: Contradictions | None = None,
+) -> RunConfig:
     """Validate the text of a `run.yaml`.
 
     Args:
@@ -61,6 +87,9 @@ def parse_run_config(text: str, *, source: str, folder: Path, overrides: Sequenc
         source: what error messages call it.
         folder: where relative paths in it start.
         overrides: values of `--set`; relative paths in them start at the working directory.
+        name: value of `--name`, which sets ``output.name``.
+        file_name: its stem names the run if nothing else does.
+        contradictions: what else to look for.
 
     Raises:
         ProblemsError: everything that is wrong with it, in the order of the file.
@@ -71,16 +100,22 @@ def parse_run_config(text: str, *, source: str, folder: Path, overrides: Sequenc
     for setting in settings:
         given[setting.section][setting.key] = setting.value
     from_command_line = {setting.path for setting in settings}
+    if name is not None:
+        given["output"]["name"] = name
     problems += [*document.problems, *setting_problems, *_tokens(text, overrides)]
     if document.values or not document.problems:
-        resolved, path_problems = resolve_paths(given, lambda p: Path.cwd() if p in from_command_line else folder)
-        config, section_problems = _validate(resolved, {problem.path for problem in path_problems})
+        resolved, path_problems = resolve_paths(given, folder, from_command_line)
+        config, section_problems = _validate(resolved, {problem.path for problem in path_problems}, contradictions)
         problems += [*path_problems, *section_problems]
+        if file_name is not None and given["output"].get("name") is None:
+            problems += unfit_file_name(file_name)
         if config is not None and not problems:
             return config
     problems.sort(key=lambda problem: document.lines.get(problem.path, math.inf))
     places = {path: f"line {line}" for path, line in document.lines.items()}
     places |= dict.fromkeys(from_command_line, _COMMAND_LINE)
+    if name is not None:
+        places["output.name"] = "--name"
     raise ProblemsError(source, [_located(problem, places) for problem in problems])
 
 
@@ -169,12 +204,15 @@ def _tokens(text: str, overrides: Iterable[str]) -> list[Problem]:
     ]
 
 
-def _validate(given: dict[str, dict[str, Any]], wrong: set[str]) -> tuple[RunConfig | None, list[Problem]]:
+def _validate(
+    given: dict[str, dict[str, Any]], wrong: set[str], contradictions: Contradictions | None
+) -> tuple[RunConfig | None, list[Problem]]:
     """The configuration, or the problems of single keys and those between keys.
 
     Args:
         given: keys of each section.
         wrong: keys that are known to have a problem already.
+        contradictions: what else to look for.
     """
     sections: dict[str, BaseModel] = {}
     problems: list[Problem] = []
@@ -189,4 +227,8 @@ def _validate(given: dict[str, dict[str, Any]], wrong: set[str]) -> tuple[RunCon
             sections[name] = model.model_construct(**{key: known[key] for key in known if key not in keys})
     wrong = wrong | {problem.path for problem in problems}
     problems += broken_rules(lambda path: getattr(sections[path.split(".")[0]], path.split(".")[1]), wrong)
+    if contradictions is not None:
+        wrong = wrong | {problem.path for problem in problems}
+        partial = RunConfig.model_construct(**sections)  # type: ignore[arg-type]
+        problems += [problem for problem in contradictions(partial) if problem.path not in wrong]
     return (None if problems else RunConfig.model_validate(sections)), problems

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -32,17 +32,26 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
 def resolve_paths(
-    given: dict[str, dict[str, Any]], base: Callable[[str], Path]
+    given: dict[str, dict[str, Any]], folder: Path, from_command_line: Collection[str]
 ) -> tuple[dict[str, dict[str, Any]], list[Problem]]:
-    """`given` with existing files and folders as absolute paths."""
+    """`given` with existing files and folders as absolute paths.
+
+    Args:
+        given: keys of each section.
+        folder: where relative paths start.
+        from_command_line: keys whose relative paths start at the working directory instead.
+    """
     resolved, problems = {section: dict(keys) for section, keys in given.items()}, []
     for path in PATH_KEYS:
         section, key = path.split(".")
         value = given[section].get(key)
         if not isinstance(value, str) or not value:
             continue
+        base, start = folder, "the folder of the configuration file"
+        if path in from_command_line:
+            base, start = Path.cwd(), "the working directory"
         # Path.resolve would follow a symbolic link, and with it lose the suffix that tells the kind of file.
-        place = Path(os.path.abspath(base(path) / expanded(value)))  # noqa: PTH100
+        place = Path(os.path.abspath(base / expanded(value)))  # noqa: PTH100
         if _exists(place):
             resolved[section][key] = str(place)
         elif _looks_like_a_path(value):
@@ -51,11 +60,20 @@ def resolve_paths(
                 Problem(
                     path=path,
                     message=f"{shown(value)} does not exist: there is no {place}",
-                    nearest=nearest(place.name, siblings),
-                    fix="give a path from the folder of the configuration file, an absolute path, or a hub id",
+                    nearest=_nearest_name(place.name, siblings),
+                    fix=f"give a path from {start}, an absolute path, or a hub id",
                 )
             )
     return resolved, problems
+
+
+def _nearest_name(name: str, siblings: list[str]) -> str | None:
+    """The file with a similar stem; endings alone make no file similar to another."""
+    by_stem = {
+        Path(sibling).stem: sibling for sibling in sorted(siblings, key=lambda s: Path(s).suffix == Path(name).suffix)
+    }
+    stem = nearest(Path(name).stem, by_stem)
+    return None if stem is None else by_stem[stem]
 
 
 def expanded(value: str) -> Path:

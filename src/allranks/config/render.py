@@ -19,7 +19,7 @@ _WIDTH = 80
 
 
 def given_yaml(config: RunConfig) -> str:
-    """The keys that were given, as YAML; paths are absolute."""
+    """The keys that were given, as YAML; paths of files are absolute."""
     return _yaml({section: keys for section, keys in config.model_dump(exclude_unset=True).items() if keys})
 
 
@@ -51,7 +51,8 @@ data:
   train: train.jsonl
 ```
 
-- `allranks config check run.yaml` lists everything that is wrong with it at once.
+- `allranks config check run.yaml` lists everything that is wrong with it at once, and with `--profile` also what
+  contradicts that profile. It does not look into data files, the hub or the model.
 - `allranks config show --resolved run.yaml` prints every key with its value and meaning.
 - `--set section.key=value` overrides a key on the command line; the value is YAML: `--set lora.r=8`,
   `--set 'lora.target_modules=[q_proj, v_proj]'`.
@@ -59,6 +60,9 @@ data:
 - A value that names an existing file or folder is that file or folder; relative ones start at the folder of the YAML
   file, or at the working directory if they come from `--set`. Anything else is a hub id, unless it looks like a path
   (it begins with `.`, `/` or `~`, or ends like a data file): then it is an error that the file does not exist.
+- `output.dir` alone starts at the working directory wherever it stands, so that runs land where the command is given.
+- Without `output.name` and `--name` a run is called after its file, so `my-run.yaml` goes into `runs/my-run`. `--smoke`
+  puts `-smoke` behind the name, and `allranks drill` puts `-drill`.
 - Hub tokens are refused wherever they stand: log in once with `hf auth login`.
 - How the model is spread over the ranks is not in this file: that is the profile's, see `allranks profiles ls`.
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from allranks.config.document import shown
@@ -81,9 +82,28 @@ def _something_is_adapted(get: Values) -> Iterator[Problem]:
         )
 
 
+_RUN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
+
+
+def unfit_file_name(file_name: str) -> list[Problem]:
+    """The problem of a run that is called after its file by a name that ``output.name`` would refuse."""
+    name = Path(file_name).stem
+    if _RUN_NAME.fullmatch(name):
+        return []
+    safe = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "my-run"
+    return [
+        Problem(
+            path="output.name",
+            message=f"is not set, and the name of the file, {shown(name)}, is not the name of a run",
+            fix=f"set output.name, give --name {safe}, or rename the file: letters, digits, dots, hyphens and "
+            "underscores only",
+        )
+    ]
+
+
 def _name_is_a_folder_name(get: Values) -> Iterator[Problem]:
     name = get("output.name")
-    if name is not None and re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", name) is None:
+    if name is not None and _RUN_NAME.fullmatch(name) is None:
         yield Problem(
             path="output.name",
             message=f"{shown(name)} is not the name of a run",

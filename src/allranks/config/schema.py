@@ -187,7 +187,11 @@ class OomConfig(_Section):
 class OutputConfig(_Section):
     """What is written, and where."""
 
-    dir: str = Field("runs", min_length=1, description="Folder that holds the run directories.")
+    dir: str = Field(
+        "runs",
+        min_length=1,
+        description="Folder that holds the run directories; a relative one starts at the working directory.",
+    )
     name: str | None = Field(None, description="Name of the run directory; default: the config file's name.")
     save_steps: int | None = Field(
         50, ge=1, le=MAX_COUNT, description="Steps between checkpoints; null: only when the run ends."
