@@ -28,6 +28,7 @@ _FILE_SUFFIXES = {
     ".gguf",
     ".safetensors",
 }
+_STEM_LIKENESS = 0.7
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
@@ -72,7 +73,7 @@ def _nearest_name(name: str, siblings: list[str]) -> str | None:
     by_stem = {
         Path(sibling).stem: sibling for sibling in sorted(siblings, key=lambda s: Path(s).suffix == Path(name).suffix)
     }
-    stem = nearest(Path(name).stem, by_stem)
+    stem = nearest(Path(name).stem, by_stem, _STEM_LIKENESS)
     return None if stem is None else by_stem[stem]
 
 
