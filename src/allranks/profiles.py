@@ -12,7 +12,7 @@ from typing import Any, Literal, cast
 import yaml
 
 from allranks.config.document import read_document, shown
-from allranks.config.fields import nearest
+from allranks.config.fields import nearest, section_models
 from allranks.config.schema import RunConfig
 from allranks.errors import Problem, ProblemsError
 from allranks.plan.plan import ProfileKind
@@ -105,6 +105,14 @@ def _read(path: Path) -> Profile:
     # The loader that accelerate uses: a word such as NO must mean here what it means there.
     document = read_document(text, yaml.SafeLoader)
     content = document.values
+    if content and content.keys() <= set(section_models()):
+        problem = Problem(
+            path="--profile",
+            message="is the configuration of a run, not a profile",
+            choices=tuple(sorted(shipped.stem for shipped in shipped_folder().glob("*.yaml"))),
+            fix="give a profile by its name, or the path of an accelerate config file",
+        )
+        raise ProblemsError(str(path), [problem])
     problems = list(document.problems)
     if content or not problems:
         problems += [*_wrong_keys(content), *_wrong_shape(content)]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from allranks.cli.app import main
-from allranks.cli.evaluate import _screen
+from allranks.cli.evaluate import _json, _screen
 from allranks.config.schema import DataConfig, ModelConfig, RunConfig
 from allranks.errors import ExitCode
 from allranks.plan.plan import PLAN_FILE, Plan
@@ -160,3 +161,5 @@ def test_screen(folder: Path) -> None:
         "exact match: greedy answers to the 42 of 50 samples whose own answer has at most",
         "32 tokens",
     ]
+    assert _json(report, found, 32)["precision"] == "fp32"
+    assert _json(report, replace(found, precision="bf16"), 32)["precision"] == "bf16"

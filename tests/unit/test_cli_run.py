@@ -173,7 +173,9 @@ def test_a_run_directory_that_cannot_be_made_is_refused(allranks: Command) -> No
 @pytest.mark.parametrize(
     ("name", "make", "message"),
     [
-        ("logs", Path.touch, "/runs/run/logs/launch-0001 can't be written: Not a directory"),
+        ("logs", Path.touch, "/runs/run/logs is a file, and a run needs a folder there"),
+        ("events", Path.touch, "/runs/run/events is a file, and a run needs a folder there"),
+        ("checkpoints", Path.touch, "/runs/run/checkpoints is a file, and a run needs a folder there"),
         ("stop.request", Path.mkdir, "/runs/run/stop.request can't be written: Is a directory"),
         ("plan.json", Path.mkdir, "/runs/run/plan.json can't be written: Is a directory"),
     ],
@@ -194,7 +196,10 @@ def test_a_run_directory_with_something_else_in_it_is_refused(
     [
         (("--resume", "must"), "--resume must: there is no checkpoint to go on from"),
         (("--resume", "must", "--smoke"), "--resume must contradicts --smoke, which always starts anew"),
-        (("--resume", "maybe"), "'maybe' is not one of 'auto', 'must', 'never'"),
+        (("--resume", "maybe"), "'maybe' is none of: auto, must, never\n"),
+        (("--gpus", "two"), "'two' is not a number of ranks; give a whole number from 1, or leave it out\n"),
+        (("--gpus", "٢"), "'٢' is not a number of ranks"),
+        (("--profile", "run.yaml"), "run.yaml: 1 problem\n  --profile: is the configuration of a run, not a profile\n"),
         (("--name", "a/b"), "output.name: 'a/b' is not the name of a run (--name)"),
         (("--gpus", "0"), "--gpus: 0 is not a number of ranks"),
         (("--set", "training.learning_rat=1"), "nearest: training.learning_rate"),
@@ -269,10 +274,11 @@ def test_all_faults_of_all_faults_are_listed_at_once(allranks: Command, folder: 
         *("--inject", "rank=-1,step=0,phase=backwards,kind=oom,times=none"),
         *("--inject", "rank=1,rank=2,fase=step"),
         *("--inject", "rank=1,step=1"),
+        *("--inject", "rank=1,step=٣,phase=step,kind=oom"),
     )
     assert done.returncode == ExitCode.USAGE
     assert done.stderr.splitlines() == [
-        "--inject: 7 problems",
+        "--inject: 8 problems",
         "  rank=-1,step=0,phase=backwards,kind=oom,times=none: rank is '-1'",
         "      fix: give a whole number from 0",
         "  rank=-1,step=0,phase=backwards,kind=oom,times=none: step is '0'",
@@ -289,6 +295,8 @@ def test_all_faults_of_all_faults_are_listed_at_once(allranks: Command, folder: 
         "      valid: rank, step, phase, kind, times",
         "  rank=1,step=1: phase, kind missing",
         "      fix: write all of them, as in rank=1,step=3,phase=backward,kind=oom",
+        "  rank=1,step=٣,phase=step,kind=oom: step is '٣'",
+        "      fix: give a whole number from 1",
     ]
     assert not (folder / "runs").exists()
 

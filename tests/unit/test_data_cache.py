@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from allranks.data.cache import CachedSet, EntryWriter, default_cache_dir, entry_dir, read_entry
-from allranks.errors import ProblemsError
+from allranks.errors import ProblemsError, UserError
 
 
 def write(folder: Path, first_id: int = 0, rows: tuple[int, ...] = (1, 4)) -> CachedSet:
@@ -169,3 +169,16 @@ def test_the_default_place(monkeypatch):
     assert default_cache_dir() == Path("/somewhere/allranks")
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert default_cache_dir() == Path.home() / ".cache/allranks"
+
+
+def test_no_home_and_no_cache_is_said(monkeypatch):
+    import pwd
+
+    def unknown_user(uid):
+        raise KeyError(uid)
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown_user)
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    with pytest.raises(UserError, match=r"this user has no home\n    fix: set XDG_CACHE_HOME to a folder"):
+        default_cache_dir()

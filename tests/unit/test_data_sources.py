@@ -228,3 +228,19 @@ def test_a_hub_set_is_read_by_row(monkeypatch):
     found = datasets.Dataset.from_dict({"text": ["a", "b"]})
     monkeypatch.setattr(datasets, "load_dataset", lambda repository, configuration, split: found)
     assert rows_of("someone/some-set") == [(1, {"text": "a"}), (2, {"text": "b"})]
+
+
+def test_a_key_that_stands_twice_is_refused_by_its_line(tmp_path):
+    doubled = '{"text": "a", "meta": {"x": 1, "x": 2}}'
+    lines = written(tmp_path, "a.jsonl", f'{{"text": "x"}}\n{doubled}\n{{"text": 1, "text": 2}}\n')
+    text = faults_of(lines)
+    assert f"a.jsonl:2: the key 'x' stands twice in a record: {doubled}" in text
+    assert "a.jsonl:3: the key 'text' stands twice in a record" in text
+    array = written(tmp_path, "b.json", f'[\n {{"text": "["}},\n\n {doubled}\n]')
+    assert "b.json:4: the key 'x' stands twice in a record" in faults_of(array)
+
+
+def test_only_a_file_with_a_similar_stem_is_offered(tmp_path):
+    written(tmp_path, "train.jsonl", "{}")
+    assert "nearest" not in faults_of(str(tmp_path / "nope.jsonl"))
+    assert f"nearest: {tmp_path / 'train.jsonl'}" in faults_of(str(tmp_path / "trian.jsonl"))

@@ -260,7 +260,7 @@ def test_the_screen_of_one_run(tmp_path: Path) -> None:
     assert "\n".join(run_screen(report, 80)) == (
         """\
 demo
-  state   storage, 2001-09-09 01:46
+  state   stopped: a checkpoint could not be written or read, 2001-09-09 01:46
   folder  runs/demo
   profile zero2 on 2 cpu ranks · fp32 · global batch 8 · 1 launch
   model   smol · 2.44 of 137.0 million parameters trained · base 114 MiB
@@ -371,7 +371,7 @@ def test_show_takes_a_name_in_runs(
     Run(tmp_path / "runs")
     monkeypatch.chdir(tmp_path)
     assert command(monkeypatch, "show", "demo") == 0
-    assert capsys.readouterr().out.startswith("demo\n  state   planned")
+    assert capsys.readouterr().out.startswith("demo\n  state   planned, never started, ")
 
 
 @pytest.mark.parametrize(

@@ -138,7 +138,7 @@ def _values(fault: str) -> tuple[dict[str, int | str], list[Problem]]:
 
 def _wrong_value(fault: str, key: str, text: str) -> list[Problem]:
     if key in _NUMBERS:
-        if text.isdecimal() and int(text) >= _NUMBERS[key]:
+        if text.isascii() and text.isdecimal() and int(text) >= _NUMBERS[key]:
             return []
         return [Problem(path=fault, message=f"{key} is {text!r}", fix=f"give a whole number from {_NUMBERS[key]}")]
     if text in _WORDS[key]:

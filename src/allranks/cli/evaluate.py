@@ -93,10 +93,9 @@ class _Stderr:
 
 def _screen(report: RunReport, found: SideBySide, max_answer_tokens: int) -> list[str]:
     targets = "" if found.base.accuracy is not None else f", {found.targets:,} target tokens"
-    compute = "fp32" if found.precision == "no" else found.precision
     lines = [
         f"{report.plan.name}: {found.samples:,} samples of {found.source}{targets}",
-        f"adapter of step {found.step} · {found.device}, {compute} · {human_seconds(found.seconds)}",
+        f"adapter of step {found.step} · {found.device}, {_precision(found)} · {human_seconds(found.seconds)}",
     ]
     rows = [("", "BASE", "ADAPTER", "DIFFERENCE")]
     for name, before, after in _figures(found):
@@ -124,12 +123,17 @@ def _figures(found: SideBySide) -> list[tuple[str, float, float]]:
     return [(name.replace("_", " "), base[name], adapter[name]) for name in base if base[name] is not None]
 
 
+def _precision(found: SideBySide) -> str:
+    return "fp32" if found.precision == "no" else found.precision
+
+
 def _json(report: RunReport, found: SideBySide, max_answer_tokens: int) -> dict[str, Any]:
     return {
         "run": report.plan.name,
         "run_dir": str(report.run_dir),
         "finished": report.state == "finished",
         **asdict(found),
+        "precision": _precision(found),
         "difference": {name.replace(" ", "_"): after - before for name, before, after in _figures(found)},
         "max_answer_tokens": max_answer_tokens,
     }

@@ -8,7 +8,7 @@ import sys
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, cast, get_args
 
 import typer
 
@@ -32,9 +32,24 @@ ProfileName = Annotated[
     str,
     typer.Option("--profile", metavar="NAME", help="Profile, or an accelerate config file.", show_default=False),
 ]
+Resume = Literal["auto", "must", "never"]
+
+
+def _ranks(text: str) -> int:
+    if not (text.isascii() and text.isdecimal()):
+        raise typer.BadParameter(f"{text!r} is not a number of ranks; give a whole number from 1, or leave it out")
+    return int(text)
+
+
+def _resume(text: str) -> str:
+    if text not in get_args(Resume):
+        raise typer.BadParameter(f"{text!r} is none of: {', '.join(get_args(Resume))}")
+    return text
+
+
 Gpus = Annotated[
     int | None,
-    typer.Option("--gpus", metavar="N", help="Ranks; default: one per visible GPU.", show_default=False),
+    typer.Option("--gpus", metavar="N", help="Ranks; default: one per visible GPU.", show_default=False, parser=_ranks),
 ]
 Name = Annotated[
     str | None,
@@ -71,7 +86,7 @@ class Order:
     gpus: int | None
     name: str | None
     suffix: str = ""
-    resume: Literal["auto", "never", "must"] = "auto"
+    resume: Resume = "auto"
     smoke: bool = False
     injections: tuple[Injection, ...] = ()
 
@@ -89,8 +104,12 @@ def run(
         bool, typer.Option("--smoke", help="3 steps, one evaluation if data.eval is set, one save, in NAME-smoke.")
     ] = False,
     resume: Annotated[
-        Literal["auto", "must", "never"],
-        typer.Option(help="Go on from the run's checkpoint: if there is one, or fail, or never."),
+        str,
+        typer.Option(
+            metavar="[auto|must|never]",
+            help="Go on from the run's checkpoint: if there is one, or fail, or never.",
+            parser=_resume,
+        ),
     ] = "auto",
     name: Name = None,
     overrides: Overrides = None,
@@ -108,7 +127,7 @@ def run(
             gpus=gpus,
             name=name,
             suffix="-smoke" if smoke else "",
-            resume="never" if smoke else resume,
+            resume="never" if smoke else cast("Resume", resume),
             smoke=smoke,
         )
     )

@@ -61,14 +61,14 @@ def resolve_paths(
                 Problem(
                     path=path,
                     message=f"{shown(value)} does not exist: there is no {place}",
-                    nearest=_nearest_name(place.name, siblings),
+                    nearest=nearest_name(place.name, siblings),
                     fix=f"give a path from {start}, an absolute path, or a hub id",
                 )
             )
     return resolved, problems
 
 
-def _nearest_name(name: str, siblings: list[str]) -> str | None:
+def nearest_name(name: str, siblings: list[str]) -> str | None:
     """The file with a similar stem; endings alone make no file similar to another."""
     by_stem = {
         Path(sibling).stem: sibling for sibling in sorted(siblings, key=lambda s: Path(s).suffix == Path(name).suffix)

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from allranks import environment
 from allranks.data.tokens import FlatTokens
-from allranks.errors import Problem, ProblemsError
+from allranks.errors import Problem, ProblemsError, UserError
 
 CACHE_VERSION = 1
 """Part of every key: raise it when samples become other tokens than before, or when the layout changes."""
@@ -55,9 +55,19 @@ class CachedSet:
 
 
 def default_cache_dir() -> Path:
-    """``$XDG_CACHE_HOME/allranks``, or ``~/.cache/allranks``."""
+    """``$XDG_CACHE_HOME/allranks``, or ``~/.cache/allranks``.
+
+    Raises:
+        UserError: there is neither.
+    """
     base = environment.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "allranks"
+    try:
+        return (Path(base) if base else Path.home() / ".cache") / "allranks"
+    except RuntimeError:
+        raise UserError(
+            "there is no place for the cache of tokenised data: neither XDG_CACHE_HOME nor HOME is set, and this user "
+            "has no home\n    fix: set XDG_CACHE_HOME to a folder that can be written"
+        ) from None
 
 
 def entry_dir(cache_dir: Path, settings: Mapping[str, object]) -> Path:

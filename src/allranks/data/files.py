@@ -49,9 +49,10 @@ def jsonl_rows(path: Path) -> Reader:
                 blank.append(number)
                 continue
             try:
-                row = json.loads(line.rstrip("\r\n"))
+                row = json.loads(line.rstrip("\r\n"), object_pairs_hook=_without_doubles)
             except (ValueError, RecursionError) as error:
-                faults.add(number, f"not valid JSON: {_json_fault(error)}: {_shown(line)}")
+                said = _json_fault(error) if isinstance(error, _DoubledKey) else f"not valid JSON: {_json_fault(error)}"
+                faults.add(number, f"{said}: {_shown(line)}")
                 continue
             if not faults.problems:  # after a fault the file is read on only to find the others
                 yield from ((at, None) for at in blank)
@@ -73,7 +74,10 @@ def json_rows(path: Path) -> tuple[int, Reader]:
     faults.raise_any()
     values: list[object] = []
     try:
-        values = json.loads(text)
+        values = json.loads(text, object_pairs_hook=_without_doubles)
+    except _DoubledKey as error:
+        faults.add(_line_of_doubled_key(text), _json_fault(error))
+        faults.raise_any()
     except (ValueError, RecursionError) as error:
         faults.add(getattr(error, "lineno", 1), f"not valid JSON: {_json_fault(error)}")
         faults.raise_any()
@@ -185,6 +189,30 @@ def _text_lines(path: Path, faults: _Faults) -> Iterator[tuple[int, str]]:
                 byte = f"byte 0x{raw[error.start]:02x} at position {error.start + 1}"
                 faults.add(number, f"not UTF-8: {byte}", fix=f"iconv -f LATIN1 -t UTF-8 {path.name}, if it is Latin-1")
                 yield number, raw.decode("utf-8", errors="replace")
+
+
+class _DoubledKey(ValueError):
+    """An object has a key twice; json would silently keep the last value."""
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise _DoubledKey(f"the key {next(name for name in names if names.count(name) > 1)!r} stands twice in a record")
+    return values
+
+
+def _line_of_doubled_key(text: str) -> int:
+    """The line in which the first element of a JSON array begins that has a doubled key."""
+    decoder = json.JSONDecoder(object_pairs_hook=_without_doubles)
+    at = text.index("[") + 1
+    while True:
+        at = next(place for place in range(at, len(text)) if text[place] not in " \t\r\n,")
+        try:
+            _, at = decoder.raw_decode(text, at)
+        except _DoubledKey:
+            return text.count("\n", 0, at) + 1
 
 
 def _json_fault(error: Exception) -> str:

@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
-from allranks.config.paths import expanded
+from allranks.config.paths import expanded, nearest_name
 from allranks.data.files import Reader, csv_rows, json_rows, jsonl_rows, parquet_reader
 from allranks.errors import Problem, ProblemsError
 
@@ -82,8 +82,8 @@ def _refused(key: str, message: str, **hints: Any) -> ProblemsError:
 def _nearest_file(path: Path) -> str | None:
     folder = path.parent
     names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
-    near = difflib.get_close_matches(path.name, names, n=1)
-    return str(folder / near[0]) if near else None
+    near = nearest_name(path.name, names)
+    return None if near is None else str(folder / near)
 
 
 def _file(name: str, path: Path, key: str) -> Source:

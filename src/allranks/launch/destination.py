@@ -9,10 +9,12 @@ from stat import S_ISDIR
 from typing import Literal
 
 from allranks.checkpoints.resume import resume_differences
-from allranks.checkpoints.store import CheckpointStore
+from allranks.checkpoints.store import CHECKPOINTS_DIR, CheckpointStore
 from allranks.config.schema import RunConfig
 from allranks.errors import Problem, ProblemsError, UserError
+from allranks.events import EVENTS_DIR
 from allranks.plan.plan import PLAN_FILE
+from allranks.rundir import LOGS_DIR
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,11 +41,12 @@ def destination(wanted: Path, config: RunConfig, resume: Literal["auto", "never"
         resume: ``auto`` and ``must`` go on in `wanted`; ``never`` takes the first free of ``wanted``, ``wanted-2``, ….
 
     Raises:
-        UserError: `wanted` can't be a folder.
+        UserError: `wanted` can't be a folder, or a file is in the place of one in it.
         ProblemsError: `wanted` holds a checkpoint of another run, or ``must`` finds none.
         StorageError: there are checkpoints, but not one is usable.
     """
     _refuse_an_impossible_place(wanted)
+    _refuse_files_for_folders(wanted)
     if resume == "never":
         free = _first_free(wanted)
         notes = (f"{wanted.name} exists and is left alone: this run is {free.name}",) if free != wanted else ()
@@ -69,6 +72,15 @@ def destination(wanted: Path, config: RunConfig, resume: Literal["auto", "never"
 def _first_free(wanted: Path) -> Path:
     candidates = (wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}") for number in count(1))
     return next(path for path in candidates if not (path / PLAN_FILE).exists())
+
+
+def _refuse_files_for_folders(wanted: Path) -> None:
+    for name in (EVENTS_DIR, LOGS_DIR, CHECKPOINTS_DIR):
+        if (wanted / name).exists() and not (wanted / name).is_dir():
+            raise UserError(
+                f"{wanted / name} is a file, and a run needs a folder there\n"
+                "    fix: give another output.dir or --name, or move it away"
+            )
 
 
 def _refuse_an_impossible_place(wanted: Path) -> None:

@@ -45,7 +45,7 @@ def run_screen(report: RunReport, width: int) -> list[str]:
     launches = f"{report.launches} launch{'es' if report.launches != 1 else ''}"
     compute = "fp32" if plan.mixed_precision == "no" else plan.mixed_precision
     facts = [
-        ("state", f"{_words(report.state)}, {_when(report.updated)}"),
+        ("state", f"{_STATE_WORDS.get(report.state, report.state)}, {_when(report.updated)}"),
         ("folder", str(report.run_dir)),
         ("profile", f"{plan.profile_kind} on {ranks} · {compute} · global batch {plan.global_batch_size} · {launches}"),
         ("model", f"{plan.config.model.name_or_path}{_parameters(report.model)}"),
@@ -175,6 +175,17 @@ def _samples(data: Event | None) -> str:
 
 def _steps(report: RunReport) -> str:
     return f"{report.step}/{'?' if report.total_steps is None else report.total_steps}"
+
+
+_STATE_WORDS = {
+    "planned": "planned, never started",
+    "died": "ended without a verdict",
+    "not_finite": "stopped: the loss was not finite",
+    "out_of_memory": "stopped: out of memory",
+    "storage": "stopped: a checkpoint could not be written or read",
+    "failure": "failed",
+    "interrupted": "stopped on request",
+}
 
 
 def _words(state: str) -> str:

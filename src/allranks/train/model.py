@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +31,8 @@ SAFE_STORAGE: dict[ProfileKind, str] = {
     "fsdp": "bfloat16",
 }
 
+_HUB_TIMEOUT_S = 10.0
+
 # Tokens that model families reserve for padding; never seen as text.
 _RESERVED_PADS = ("<|finetune_right_pad_id|>", "<pad>", "<|pad|>", "[PAD]", "<|endoftext|>", "<unk>")
 
@@ -51,17 +55,27 @@ def load_tokenizer(config: RunConfig) -> tuple[Any, tuple[str, ...]]:
     from transformers import AutoTokenizer
 
     source = config.model.tokenizer_name_or_path or config.model.name_or_path
+    notes = []
+    if config.model.revision is not None and Path(config.model.name_or_path).is_dir():
+        notes.append(f"model.revision {config.model.revision!r} is ignored: {config.model.name_or_path} is a folder")
+    _require_a_model(config.model.name_or_path)
+    key = "model.name_or_path" if config.model.tokenizer_name_or_path is None else "model.tokenizer_name_or_path"
+    unreachable = _hub_out_of_reach(source, config.model.revision)
     try:
         tokenizer = AutoTokenizer.from_pretrained(
-            source, revision=config.model.revision, trust_remote_code=config.model.trust_remote_code
+            source,
+            revision=config.model.revision,
+            trust_remote_code=config.model.trust_remote_code,
+            local_files_only=unreachable is not None,
         )
     except (OSError, ValueError) as error:
+        if unreachable is not None:
+            raise _not_found(key, source, unreachable) from error
         raise UserError(
-            f"model: no usable tokenizer at {source!r}: {_first_line(error)}\n"
+            f"model: no usable tokenizer at {source!r}: {_in_one_line(error)}\n"
             "    fix: name a hub id, or a folder with config.json and tokenizer.json, "
             "or set model.tokenizer_name_or_path"
         ) from error
-    notes = []
     if tokenizer.pad_token is None:
         vocabulary = tokenizer.get_vocab()
         reserved = next((token for token in _RESERVED_PADS if token in vocabulary), None)
@@ -77,14 +91,16 @@ def model_max_length(config: RunConfig) -> int | None:
     """Tokens that the model takes at most, if its configuration says so."""
     from transformers import AutoConfig
 
+    unreachable = _hub_out_of_reach(config.model.name_or_path, config.model.revision)
     try:
         found = AutoConfig.from_pretrained(
             config.model.name_or_path,
             revision=config.model.revision,
             trust_remote_code=config.model.trust_remote_code,
+            local_files_only=unreachable is not None,
         )
     except (OSError, ValueError) as error:
-        raise UserError(f"model.name_or_path: {config.model.name_or_path!r}: {_first_line(error)}") from error
+        raise _no_model(config, unreachable, error) from error
     length = getattr(found, "max_position_embeddings", None)
     return int(length) if length is not None else None
 
@@ -128,11 +144,13 @@ def _load_base(
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     dtype = COMPUTE_DTYPE[precision]
+    unreachable = _hub_out_of_reach(config.model.name_or_path, config.model.revision)
     arguments: dict[str, Any] = {
         "revision": config.model.revision,
         "trust_remote_code": config.model.trust_remote_code,
         "attn_implementation": config.model.attn_implementation,
         "dtype": dtype,
+        "local_files_only": unreachable is not None,
     }
     if profile != "zero3":  # transformers refuses a map there: the engine moves what it spreads
         arguments["device_map"] = {"": device.index if device.type == "cuda" else "cpu"}
@@ -146,7 +164,7 @@ def _load_base(
     try:
         return factory.from_pretrained(config.model.name_or_path, **arguments)
     except (OSError, ValueError) as error:
-        raise UserError(f"model.name_or_path: {config.model.name_or_path!r}: {_first_line(error)}") from error
+        raise _no_model(config, unreachable, error) from error
 
 
 def _quantization(config: RunConfig, profile: ProfileKind, dtype: torch.dtype) -> Any:
@@ -222,5 +240,52 @@ def _targets(base: Any, lora: LoraConfig, task: str) -> str | list[str]:
     return wanted
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+def _require_a_model(name: str) -> None:
+    if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
+        raise UserError(
+            f"model.name_or_path: the folder {name} holds no model: there is no config.json in it\n"
+            "    fix: name the folder into which the model was saved or downloaded, or a hub id"
+        )
+
+
+@functools.cache
+def _hub_out_of_reach(name: str, revision: str | None) -> str | None:
+    """Why the hub can't be asked about `name`; None if it answers, or if `name` is a folder.
+
+    Asked once and without the minute of retries of the loaders: they then look into the cache alone.
+    """
+    if Path(name).is_dir():
+        return None
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
+
+    try:
+        get_hf_file_metadata(hf_hub_url(name, "config.json", revision=revision), timeout=_HUB_TIMEOUT_S)
+    except (HfHubHTTPError, HFValidationError):
+        return None  # the loader says it better
+    except OfflineModeIsEnabled:
+        return "HF_HUB_OFFLINE is set"
+    except Exception as error:  # of whichever HTTP library the hub's client uses
+        return _in_one_line(error)
+    return None
+
+
+def _not_found(key: str, name: str, unreachable: str) -> UserError:
+    return UserError(
+        f"{key}: {name!r} is no folder here and not in the hub's cache, and the hub can't be asked: {unreachable}\n"
+        "    fix: check the spelling of the id, and the network; or download it where there is one, with "
+        f"`hf download {name}`"
+    )
+
+
+def _no_model(config: RunConfig, unreachable: str | None, error: Exception) -> UserError:
+    name = config.model.name_or_path
+    if unreachable is not None:
+        return _not_found("model.name_or_path", name, unreachable)
+    return UserError(f"model.name_or_path: {name!r}: {_in_one_line(error)}")
+
+
+def _in_one_line(error: Exception) -> str:
+    """The first line of a message, or all of it where that breaks off in mid-sentence."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0].strip() if lines[0].rstrip().endswith((".", "!", "?")) else " ".join(map(str.strip, lines))
