@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -249,7 +250,7 @@ def _precision(profile: Profile, config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             path="training.mixed_precision",
             message=f"{shown(wanted)} contradicts mixed_precision: {profile.mixed_precision} of profile {profile.name}",
-            fix=f"set it to auto, or take a copy (allranks profiles cp {profile.name} my.yaml), "
+            fix=f"set it to auto, or take a copy (allranks profiles cp {shlex.quote(profile.name)} my.yaml), "
             f"write mixed_precision: {shown(wanted)} there and run with --profile my.yaml",
         )
 

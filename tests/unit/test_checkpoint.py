@@ -425,6 +425,17 @@ def test_first_save_cut_short_at_any_file_starts_at_step_0(run_dir: Path, files_
     assert folders(run_dir) == set()
 
 
+def test_a_first_save_that_was_whole_and_changed_since_is_damage_and_no_kill(run_dir: Path) -> None:
+    writer = CheckpointStore(run_dir, keep=2)
+    folder = writer.path(write(writer, 10))
+    damage_by(folder / "optimizer.safetensors", "changed")
+    store = CheckpointStore(run_dir, keep=2)
+    with pytest.raises(StorageError, match=f"checkpoint {folder.name} is damaged: the content of optimizer"):
+        store.latest()
+    assert store.prune() == (f"{folder} is of a save that never ended; it stays until there is a checkpoint",)
+    assert folders(run_dir) == {folder.name}
+
+
 def test_a_removal_cut_short_leaves_nothing_that_looks_damaged(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = CheckpointStore(run_dir, keep=1)
     ref = write(store, 10)

@@ -200,12 +200,14 @@ class CheckpointStore:
         words = []
         for name in names:
             folder = self.folder / name
-            cut_short = name.endswith(UNFINISHED) and isinstance(described(folder), str)
-            if name in now.dropped or cut_short or (name.endswith(UNFINISHED) and whole):
+            never_published = name.endswith(UNFINISHED)
+            if name in now.dropped or (never_published and (whole or isinstance(described(folder), str))):
                 if not self._remove(name):
                     words.append(f"{folder} is no longer needed but could not be removed")
                 elif not whole:
                     words.append(f"{folder} was of a save that never ended, and is removed; there is no checkpoint yet")
+            elif never_published:
+                words.append(f"{folder} is of a save that never ended; it stays until there is a checkpoint")
             elif now.by_pointer:
                 words.append(f"{folder} is not in {POINTER_FILE} and is left alone")
         fresh = tuple(word for word in words if word not in self._told)
@@ -332,8 +334,7 @@ class CheckpointStore:
             if word is None:
                 return ref
             self._damaged.add(ref.folder)
-            if not ref.folder.endswith(UNFINISHED):
-                notes.append(f"checkpoint {ref.folder} is damaged: {word}")
+            notes.append(f"checkpoint {ref.folder} is damaged: {word}")
         return None
 
     def _whole(self, refs: Iterable[CheckpointRef]) -> list[CheckpointRef]:

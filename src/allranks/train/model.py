@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -274,7 +275,7 @@ def _not_found(key: str, name: str, unreachable: str) -> UserError:
     return UserError(
         f"{key}: {name!r} is no folder here and not in the hub's cache, and the hub can't be asked: {unreachable}\n"
         "    fix: check the spelling of the id, and the network; or download it where there is one, with "
-        f"`hf download {name}`"
+        f"`hf download {shlex.quote(name)}`"
     )
 
 
