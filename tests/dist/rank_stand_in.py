@@ -67,15 +67,15 @@ def heed(_: str) -> None:
         time.sleep(0.05)
 
 
-def heed_sigterm(_: str) -> None:
-    """Leave on SIGTERM, as ranks do at a step boundary."""
+def heed_sigint(_: str) -> None:
+    """Leave on SIGINT, as ranks do at a step boundary."""
     received: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, _frame: received.append(number))
+    signal.signal(signal.SIGINT, lambda number, _frame: received.append(number))
     print("ready")
     deadline = time.monotonic() + LONG_S
     while not received and time.monotonic() < deadline:
         time.sleep(0.05)
-    conclude("interrupted", ExitCode.INTERRUPTED, "SIGTERM")
+    conclude("interrupted", ExitCode.INTERRUPTED, "SIGINT")
 
 
 def deaf(_: str) -> None:

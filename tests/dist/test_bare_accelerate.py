@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+
 from runs import ROOT, config_of, launch_bare
 
 PROFILES = sorted(path.stem for path in (ROOT / "profiles").glob("*.yaml"))

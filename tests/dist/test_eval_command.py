@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from runs import Finished, config_of, environment, launch
 
 SHORT, LONG = "red", "red " * 12

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
+
 from runs import ROOT, config_of, launch, launch_bare
 
 pytestmark = pytest.mark.timeout(180)

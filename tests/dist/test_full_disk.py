@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from runs import config_of, launch
 
 from allranks.checkpoints.store import CheckpointStore
+from runs import config_of, launch
 
 RANK = 256
 CHECKPOINT_BYTES = 3 * 4 * 2048 * RANK

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from runs import ROOT, config_of, launch
 
 GSM8K = ROOT.parent / "shared/data/gsm8k_test.jsonl"

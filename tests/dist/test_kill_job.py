@@ -18,10 +18,10 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from runs import Finished, command, config_of, environment, launch
 
 from allranks.checkpoints.store import CheckpointStore
 from allranks.events import read_events
+from runs import Finished, command, config_of, environment, launch
 
 STEPS = 40
 SAVE_STEPS = 3

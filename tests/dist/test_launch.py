@@ -248,12 +248,12 @@ def test_one_stop_that_comes_as_two_signals_is_one(run_dir: Path) -> None:
 
 @pytest.mark.timeout(90)
 def test_a_stop_request_that_cannot_be_written_becomes_a_signal(run_dir: Path) -> None:
-    with launch(run_dir, "heed_sigterm") as started:
+    with launch(run_dir, "heed_sigint") as started:
         started.wait_for("[rank 0] ready", "[rank 1] ready")
         (run_dir / f".stop.request.{started.process.pid}").mkdir()  # where its content would be written first
         started.process.send_signal(signal.SIGTERM)
         assert started.wait() == ExitCode.INTERRUPTED
-    assert any(line.endswith("the ranks get SIGTERM instead") for line in started.lines)
+    assert any(line.endswith("the ranks get SIGINT instead") for line in started.lines)
 
 
 @pytest.mark.timeout(90)

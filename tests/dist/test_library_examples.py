@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from runs import ROOT, environment, free_port
 
 EXAMPLES = {"accelerate_loop": (4, 8, 2), "transformers_trainer": (6, 4, 1)}
@@ -120,7 +121,7 @@ def test_without_vote_one_the_second_vote_misses_the_samples(name: str, tmp_path
 def test_without_any_vote_losses_and_samples_are_others(name: str, undisturbed: Ran, tmp_path: Path) -> None:
     """So the comparison above would notice a coordinator that does nothing."""
     ran = launched(example(name), tmp_path / "run", *DISTURBED, watch={"off": ["one", "two"]})
-    assert ran.status == 0, ran.output
+    # Where the ranks go without votes is a matter of timing; they may even stop. But never as if undisturbed.
     assert ran.committed != undisturbed.committed
     assert ran.losses != pytest.approx(undisturbed.losses, rel=TIGHT)
 

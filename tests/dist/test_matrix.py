@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from runs import environment
 
 pytestmark = pytest.mark.timeout(300)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from runs import Finished, config_of, launch
 
 pytestmark = pytest.mark.timeout(300)

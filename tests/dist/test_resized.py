@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from runs import Finished, config_of, launch
 
 pytestmark = pytest.mark.timeout(240)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from runs import Finished, config_of, launch, launch_bare
 
 pytestmark = pytest.mark.timeout(300)

@@ -8,10 +8,10 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from runs import ROOT, Finished, command, config_of, environment, free_port, launch
 
 from allranks.environment import LAUNCH_NUMBER, LAUNCHER_FLAG
 from allranks.rundir import launch_lock, launch_log_dir
+from runs import ROOT, Finished, command, config_of, environment, free_port, launch
 
 pytestmark = pytest.mark.timeout(300)
 

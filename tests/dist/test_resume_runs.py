@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from runs import Finished, command, config_of, environment, launch, launch_bare
 
 pytestmark = pytest.mark.timeout(300)
@@ -30,9 +31,7 @@ def uninterrupted(tiny_llama_dir: Path, folder: Path) -> Finished:
 @pytest.fixture(scope="module")
 def stopped(tiny_llama_dir: Path, folder: Path) -> Path:
     """A run directory whose newest checkpoint is that of step 7: a rank was killed in step 8."""
-    config = config_of(
-        tiny_llama_dir, folder, output__name="stopped", output__save_steps=7, oom__max_respawns=0
-    )
+    config = config_of(tiny_llama_dir, folder, output__name="stopped", output__save_steps=7, oom__max_respawns=0)
     run = launch(config, folder, profile="ddp", ranks=2, inject=("rank=1,step=8,phase=forward,kind=sigkill",))
     assert run.status == 5, run.output
     assert max(run.committed()) == 7

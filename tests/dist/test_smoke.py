@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from runs import config_of, launch
 
 

@@ -179,8 +179,10 @@ def test_a_file_whose_name_can_be_no_run_name_needs_another(run_yaml: Path, comm
     assert answer.returncode == ExitCode.USAGE
     assert answer.stderr.splitlines()[1:] == [
         "  output.name: is not set, and the name of the file, 'my run (2)', is not the name of a run",
-        "      fix: set output.name, give --name my-run-2, or rename the file: letters, digits, dots, hyphens and "
-        "underscores only",
+        (
+            "      fix: set output.name, give --name my-run-2, or rename the file: letters, digits, dots, hyphens and "
+            "underscores only"
+        ),
     ]
     assert allranks("config", *command, str(file), "--set", "output.name=mine").returncode == 0
 

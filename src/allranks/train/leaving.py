@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from typing import NoReturn
 
 from allranks.coordinator.agreement import ControlPlaneLost
@@ -18,6 +19,8 @@ from allranks.train.context import Context
 from allranks.train.process import Rank
 from allranks.train.together import last_words
 from allranks.verdict import Verdict, write_verdict
+
+_AFTER_YOU_S = 1.0
 
 
 def verdict_of(reason: str, message: str, exit_code: ExitCode, step: int) -> Verdict:
@@ -84,9 +87,8 @@ def process_status(rank: Rank, code: ExitCode) -> int:
 
 
 def lost(error: ControlPlaneLost) -> NoReturn:
-    """The end of a rank whose peers are gone: at once, for a data plane with a dead rank can't be taken down.
-
-    Where the ranks are started again, this status has torchelastic do so.
-    """
+    """The end of a rank whose peers are gone, without taking down its data plane, for that may never end."""
     print(f"rank lost: {error}", file=sys.stderr, flush=True)
+    # Torchelastic names the one rank that it saw dead first: that shall be the peer. It then ends this one, sooner.
+    time.sleep(_AFTER_YOU_S)
     os._exit(int(ExitCode.RANK_LOST))

@@ -129,6 +129,7 @@ def _context(plan: Plan, rank: Rank, control: ControlPlane, launch: int, generat
         run_dir,
         restarted_by_agent=ctx.can_respawn and place.world_size > 1,
         stop=ctx.signalled.append,
+        leaves=lambda: ctx.page.now.left is not None,
         leave=lambda: leave_for_peers(ctx),
     )
     return ctx

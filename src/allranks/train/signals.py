@@ -20,7 +20,14 @@ _REQUEST_WAIT_S = 1.5
 _POLL_S = 0.1
 
 
-def listen(run_dir: Path, *, restarted_by_agent: bool, stop: Callable[[str], None], leave: Callable[[], None]) -> None:
+def listen(
+    run_dir: Path,
+    *,
+    restarted_by_agent: bool,
+    stop: Callable[[str], None],
+    leaves: Callable[[], bool],
+    leave: Callable[[], None],
+) -> None:
     """Take SIGTERM and SIGINT from now on; for the main thread, once.
 
     Where torchelastic restarts the ranks it sends SIGTERM to those that live when one has died: then there is nothing
@@ -31,6 +38,7 @@ def listen(run_dir: Path, *, restarted_by_agent: bool, stop: Callable[[str], Non
         run_dir: the run directory.
         restarted_by_agent: torchelastic starts the ranks again when one dies.
         stop: called with the name of a signal that asks to save and leave.
+        leaves: whether this rank is on its way out, because it has lost its peers.
         leave: called when the other ranks are being ended; must end the process.
     """
     reader, writer = os.pipe()
@@ -44,7 +52,7 @@ def listen(run_dir: Path, *, restarted_by_agent: bool, stop: Callable[[str], Non
             for number in os.read(reader, 64):
                 if number not in _STOP_SIGNALS:
                     continue
-                if number == signal.SIGTERM and restarted_by_agent and not _meant_to_stop(run_dir):
+                if number == signal.SIGTERM and restarted_by_agent and (leaves() or not _meant_to_stop(run_dir)):
                     leave()
                 stop(signal.Signals(number).name)
 
