@@ -7,7 +7,6 @@ import json
 import multiprocessing
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -21,6 +20,8 @@ import liveness_stand_in
 import pytest
 from liveness_stand_in import HUNG_STATUS, Here, enter
 
+from runs import free_port
+
 HANG_TIMEOUT_S = 2.5
 FOUND_WITHIN_S = HANG_TIMEOUT_S + 3.0
 PATIENT_S = 6.0
@@ -32,13 +33,6 @@ pytestmark = pytest.mark.timeout(240)
 SERVER = multiprocessing.get_context("forkserver")
 # Ranks are forked from a process without threads that has loaded these: importing torch is most of a start.
 SERVER.set_forkserver_preload(["torch.distributed", "allranks.coordinator.agreement", "allranks.coordinator.liveness"])
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-        return port
 
 
 def enter_with_output(folder: Path, rank: int, *rest: Any) -> None:
