@@ -126,6 +126,7 @@ def test_without_any_vote_losses_and_samples_are_others(name: str, undisturbed: 
     assert ran.losses != pytest.approx(undisturbed.losses, rel=TIGHT)
 
 
+@pytest.mark.nightly  # accelerate's own loop hung once in about ten runs; why is not known yet
 def test_the_plain_example_runs_and_the_plain_trainer_has_the_same_losses(
     name: str, undisturbed: Ran, tmp_path: Path
 ) -> None:
