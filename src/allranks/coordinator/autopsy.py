@@ -137,7 +137,7 @@ def examine(run_dir: Path, *, launch: int, generation: int, known: PolicyState |
     """
     words = [
         LastWords(
-            death=Death(**{**fields["death"], "kind": FailureKind(fields["death"]["kind"])}),
+            death=Death.from_dict(fields["death"]),
             state=PolicyState.from_json(fields["state"]),
         )
         for fields in _read(run_dir, "words", launch, generation)

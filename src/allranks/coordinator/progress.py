@@ -11,7 +11,6 @@ import mmap
 import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from allranks.rundir import launch_log_path
 
@@ -75,14 +74,9 @@ class ProgressPage:
 
     def at(self, phase: str, *, committed_step: int, step: int, samples: int = 0, tokens: int = 0) -> None:
         """This rank has entered `phase`."""
-        place: dict[str, Any] = {
-            "committed_step": committed_step,
-            "step": step,
-            "phase": phase,
-            "samples": samples,
-            "tokens": tokens,
-        }
-        self.now = replace(self.now, **place)
+        self.now = replace(
+            self.now, committed_step=committed_step, step=step, phase=phase, samples=samples, tokens=tokens
+        )
         self._write()
 
     def leave(self, why: str) -> None:

@@ -5,8 +5,10 @@ reading and writing the ledger.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from allranks.coordinator.kinds import TRAITS, FailureKind, Severity
 from allranks.errors import ExitCode
@@ -40,6 +42,11 @@ class Death:
     phase: str
     committed_step: int
     cut: bool = False
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> Death:
+        """Inverse of `dataclasses.asdict`, after a way through JSON."""
+        return cls(**{**fields, "kind": FailureKind(fields["kind"])})
 
     @property
     def cause(self) -> str:
@@ -113,10 +120,7 @@ def read_ledger(run_dir: Path) -> Ledger | None:
         if fields.pop("ledger_version") != LEDGER_VERSION:
             return None
         entries = tuple(
-            Entry(
-                death=Death(**{**entry["death"], "kind": FailureKind(entry["death"]["kind"])}), weight=entry["weight"]
-            )
-            for entry in fields.pop("entries")
+            Entry(death=Death.from_dict(entry["death"]), weight=entry["weight"]) for entry in fields.pop("entries")
         )
         return Ledger(**fields, entries=entries)
     except (OSError, ValueError, TypeError, KeyError):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from allranks.coordinator.agreement import ControlPlane
 from allranks.coordinator.autopsy import examine, read_caps
 from allranks.coordinator.policy import PolicyState
-from allranks.coordinator.respawn import GiveUp, may_go_on, read_ledger, started, write_ledger
+from allranks.coordinator.respawn import Death, GiveUp, may_go_on, read_ledger, started, write_ledger
 from allranks.errors import ExitCode, StopTraining
 from allranks.train.context import Context
 from allranks.train.together import Attempt, remember_caps, together
@@ -21,23 +21,11 @@ class Revival:
     """What all ranks know of the death before them.
 
     Attributes:
-        kind: what went wrong.
-        rank: whose failure it was; None if nobody knows.
-        message: what happened, in one clause.
-        step: optimizer step that was being tried.
-        phase: where in it.
-        committed_step: last step that was made.
-        cut: the caps were made smaller for it.
+        death: why the last generation ended.
         used: of the budget of this cause, this restart included.
     """
 
-    kind: str
-    rank: int | None
-    message: str
-    step: int
-    phase: str
-    committed_step: int
-    cut: bool
+    death: Death
     used: int
 
 
@@ -80,7 +68,7 @@ def revive(ctx: Context) -> Revival | None:
     if fields["give_up"] is not None:
         stop = GiveUp(**fields["give_up"])
         raise StopTraining(stop.reason, stop.message, ExitCode(stop.exit_code))
-    return Revival(**fields["revival"])
+    return Revival(death=Death.from_dict(fields["death"]), used=fields["used"])
 
 
 def _judged(ctx: Context) -> str:
@@ -92,37 +80,29 @@ def _judged(ctx: Context) -> str:
     ledger = ledger.after(finding.death)
     write_ledger(ctx.run_dir, ledger)
     give_up = may_go_on(ledger, max_respawns=ctx.plan.config.oom.max_respawns)
-    death = finding.death
     return json.dumps(
         {
-            "give_up": None if give_up is None else give_up.__dict__,
+            "give_up": None if give_up is None else asdict(give_up),
             "state": None if finding.state is None else finding.state.to_json(),
-            "revival": {
-                "kind": str(death.kind),
-                "rank": death.rank,
-                "message": death.message,
-                "step": death.step,
-                "phase": death.phase,
-                "committed_step": death.committed_step,
-                "cut": death.cut,
-                "used": ledger.used(death.cause),
-            },
+            "death": asdict(finding.death),
+            "used": ledger.used(finding.death.cause),
         }
     )
 
 
 def tell(ctx: Context, revival: Revival, resumed_step: int) -> None:
     """Say once what happened and where the run goes on."""
+    death = revival.death
     caps = ctx.policy.train.caps
     budget = ctx.plan.config.oom.max_respawns
-    abandoned = range(resumed_step + 1, revival.committed_step + 1)
+    abandoned = range(resumed_step + 1, death.committed_step + 1)
     ctx.events.write(
         "respawn",
-        step=revival.step,
-        phase=revival.phase,
-        failure=revival.kind,
-        failed_rank=revival.rank,
-        message=revival.message,
+        step=death.step,
+        phase=death.phase,
+        failure=str(death.kind),
+        failed_rank=death.rank,
+        message=death.message,
         caps=[caps.max_samples, caps.max_tokens],
         resumed_step=resumed_step,
         abandoned_steps=[abandoned.start, abandoned.stop - 1] if abandoned else [],
@@ -133,8 +113,8 @@ def tell(ctx: Context, revival: Revival, resumed_step: int) -> None:
         return
     where = f"the checkpoint of step {resumed_step}" if resumed_step else "step 0, for there is no checkpoint yet"
     again = f"; to be made again since then: {plural(len(abandoned), 'step')}" if abandoned else ""
-    smaller = f", with at most {plural(caps.max_samples, 'sample')} per micro-batch" if revival.cut else ""
+    smaller = f", with at most {plural(caps.max_samples, 'sample')} per micro-batch" if death.cut else ""
     ctx.console.say(
-        f"{revival.message}; all ranks were started again (restart {ctx.generation}; {revival.used} of {budget} "
+        f"{death.message}; all ranks were started again (restart {ctx.generation}; {revival.used} of {budget} "
         f"used for this cause) and go on from {where}{again}{smaller}"
     )
