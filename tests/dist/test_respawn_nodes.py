@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -42,11 +45,16 @@ def test_a_rank_killed_on_one_node_has_the_ranks_of_both_start_again(
     with launch_lock(run_dir), ExitStack() as agents:
         (run_dir / "plan.json").write_text(_plan(argv, tmp_path), encoding="utf-8")
         launch_log_dir(run_dir, 1).mkdir(parents=True)
-        nodes = [agents.enter_context(_node(number, profile, port, run_dir, tmp_path)) for number in range(2)]
-        agents.callback(lambda: [node.kill() for node in nodes])
-        statuses = [node.wait(timeout=240) for node in nodes]
+        nodes: list[subprocess.Popen[bytes]] = []
+        for number in range(2):
+            nodes.append(agents.enter_context(_node(number, profile, port, run_dir, tmp_path)))
+            agents.callback(_end, nodes[-1])
+            # Both addresses are local here, so the agent that comes first serves the rendezvous, and accelerate
+            # refuses to start the first node where the port is served already.
+            _wait_until(lambda: _served(port) or _failed(nodes), seconds=60)
+        _wait_until(lambda: all(node.poll() is not None for node in nodes) or _failed(nodes), seconds=180)
     told = "\n".join((tmp_path / f"node{number}.log").read_text()[-3000:] for number in range(2))
-    assert statuses == [0, 0], told
+    assert [node.returncode for node in nodes] == [0, 0], told
 
     run = Finished(run_dir=run_dir, status=0, output=told)
     assert run.verdict["reason"] == "finished"
@@ -59,6 +67,30 @@ def test_a_rank_killed_on_one_node_has_the_ranks_of_both_start_again(
     assert run.committed() == alone.committed()
     losses = {event["step"]: event["loss"] for event in run.events("step")}
     assert [losses[step] for step in sorted(losses)] == pytest.approx(alone.losses(), rel=1e-4)
+
+
+def _wait_until(reached: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not reached() and time.monotonic() < deadline:
+        time.sleep(0.1)
+
+
+def _failed(nodes: list[subprocess.Popen[bytes]]) -> bool:
+    return any(node.poll() not in (None, 0) for node in nodes)
+
+
+def _end(node: subprocess.Popen[bytes]) -> None:
+    """SIGTERM first, for an agent that is killed leaves its rank behind."""
+    node.terminate()
+    try:
+        node.wait(timeout=40)
+    except subprocess.TimeoutExpired:
+        node.kill()
+
+
+def _served(port: int) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
 
 
 def _node(number: int, profile: str, port: int, run_dir: Path, folder: Path) -> subprocess.Popen[bytes]:
