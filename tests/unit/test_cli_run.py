@@ -285,7 +285,7 @@ def test_all_faults_of_all_faults_are_listed_at_once(allranks: Command, folder: 
         "      fix: give a whole number from 1",
         "  rank=-1,step=0,phase=backwards,kind=oom,times=none: phase is 'backwards'",
         "      nearest: backward",
-        "      valid: load, forward, backward, reduce, step, eval, save",
+        "      valid: load, forward, backward, vote, reduce, step, eval, save, final",
         "  rank=-1,step=0,phase=backwards,kind=oom,times=none: times is 'none'",
         "      fix: give a whole number from 1",
         "  rank=1,rank=2,fase=step: rank is given twice",

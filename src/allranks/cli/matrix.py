@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, get_args
 
 import typer
 
@@ -16,11 +16,12 @@ from allranks.cli.run import Order, plan_of, start
 from allranks.errors import ExitCode, Problem, ProblemsError
 from allranks.launch.logs import Console
 from allranks.plan.plan import FaultKind, Injection, Phase, Plan
+from allranks.plan.planner import SMOKE_STEPS
 from allranks.report.matrix import Cell, cell, matrix_table
 from allranks.rundir import replace_text
 from allranks.units import human_seconds
 
-PHASES: tuple[Phase, ...] = ("load", "forward", "backward", "reduce", "step", "eval", "save")
+PHASES: tuple[Phase, ...] = get_args(Phase)
 KINDS: tuple[FaultKind, ...] = ("oom", "alloc", "error", "exit", "sigkill", "sigstop", "hang")
 MATRIX_FILE = "matrix.json"
 T = TypeVar("T", bound=str)
@@ -62,7 +63,7 @@ def run_matrix(
     undisturbed = run("undisturbed")
     last_rank = undisturbed.world_size - 1
     faults = [
-        Injection(rank=last_rank, step=_STEP, phase=phase, kind=kind)
+        Injection(rank=last_rank, step=SMOKE_STEPS if phase == "final" else _STEP, phase=phase, kind=kind)
         for phase in wanted_phases
         for kind in wanted_kinds
         if phase != "reduce" or undisturbed.world_size > 1

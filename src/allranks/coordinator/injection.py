@@ -1,9 +1,10 @@
 """Faults on purpose, for `allranks drill` and for the tests: by rank, step and phase.
 
 ``oom``, ``alloc`` and ``error`` raise, ``exit`` and ``sigkill`` end the process at once, ``sigstop`` and ``hang`` have
-it wait for ever; ``nan`` raises
-nothing: the loop asks `FaultInjector.poison` and makes its own loss NaN. ``alloc`` is no imitation: it asks
-the allocator of the rank's device for more than there is.
+it wait for ever; ``nan`` raises nothing: the loop asks `FaultInjector.poison` and makes its own loss NaN. ``alloc`` is
+no imitation: it asks the allocator of the rank's device for more than there is.
+
+Phase ``vote`` lies outside every guard: what is raised there ends the process, as a fault of the coordinator would.
 """
 
 from __future__ import annotations

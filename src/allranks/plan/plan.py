@@ -13,7 +13,7 @@ PLAN_FILE = "plan.json"
 PLAN_VERSION = 1
 
 ProfileKind = Literal["single", "ddp", "zero2", "zero3", "fsdp"]
-Phase = Literal["load", "forward", "backward", "reduce", "step", "eval", "save"]
+Phase = Literal["load", "forward", "backward", "vote", "reduce", "step", "eval", "save", "final"]
 FaultKind = Literal["oom", "alloc", "error", "exit", "sigkill", "sigstop", "hang", "nan"]
 
 
@@ -23,8 +23,8 @@ class Injection:
 
     Attributes:
         rank: rank that fails.
-        step: optimizer step at which it fails, from 1.
-        phase: where in the step.
+        step: optimizer step at which it fails, from 1; with phase ``final``, the last one.
+        phase: where in the step; ``vote`` is the vote before the reduction, ``final`` the adapter at the end.
         kind: ``oom`` raises torch.OutOfMemoryError; ``alloc`` asks the CPU allocator (or the GPU's, on a GPU)
             for more than the machine has; ``error`` raises a RuntimeError that is no memory fault; ``exit`` calls
             ``os._exit(1)``; ``sigkill`` kills the process, ``sigstop`` stops it; ``hang`` never returns; ``nan`` makes

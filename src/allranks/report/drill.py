@@ -13,7 +13,7 @@ _DEADLY = ("exit", "sigkill", "sigstop", "hang")
 _SILENT = (*_DEADLY, "nan")
 """Kinds that leave no failure record: nobody is left to write it, or nothing was raised."""
 
-_OPTIONAL = ("eval", "save")
+_OPTIONAL = ("eval", "save", "final")
 _MISSED = "did not happen, though the step was committed: a fault of allranks"
 
 

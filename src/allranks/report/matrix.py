@@ -71,7 +71,7 @@ def _is_past(event: dict[str, Any], fault: Injection, tier: Tier) -> bool:
     """The event with which the run has got past the fault, or has stopped."""
     if tier == "stop":
         return bool(event["kind"] == "stop")
-    wanted = fault.phase if fault.phase in ("eval", "save") else "step"
+    wanted = {"eval": "eval", "save": "save", "final": "finish"}.get(fault.phase, "step")
     return event["kind"] == wanted and (fault.phase == "load" or event["step"] >= fault.step)
 
 

@@ -36,6 +36,7 @@ def finish(ctx: Context, job: Job) -> None:
 
     def gather(at: Attempt) -> NamedTensors:
         at.enter("final")
+        ctx.injector.at("final", at.key.step)
         return job.strategy.trainable()
 
     def write(at: Attempt) -> None:

@@ -108,6 +108,9 @@ def together(
             ballot = _failing(ctx, ballot, outcome, at, in_collective=collective)
             if collective:
                 declare(ctx, ballot, at)
+        if phase == "step":
+            ctx.entered("vote", step, 0, 0)
+            ctx.injector.at("vote", step)
         tally = vote_one(ctx.control, ballot)
         decision = decide(
             ctx.policy,
