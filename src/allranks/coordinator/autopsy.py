@@ -8,6 +8,7 @@ says where it was, and the end of its log.
 from __future__ import annotations
 
 import json
+import re
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -26,6 +27,9 @@ from allranks.units import plural
 CAPS_FILE = "caps.json"
 
 _TRACEBACK = "Traceback (most recent call last)"
+_RANK_PREFIX = re.compile(r"^\[rank\d+\]: ", re.MULTILINE)
+"""Torch puts it before each line of the traceback of an exception that nobody caught."""
+
 _TAIL_BYTES = 256 * 1024
 _CRASHES = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE})
 _OF_PEERS = frozenset({int(ExitCode.RANK_LOST), RESPAWN_STATUS, -int(signal.SIGTERM)})
@@ -158,7 +162,8 @@ def examine(run_dir: Path, *, launch: int, generation: int, known: PolicyState |
         )
         return Finding(death=death, state=known)
     page = pages.get(rank)
-    kind, how = _how(note, _own_log(run_dir, launch, rank, page))
+    reborn = read_pages(run_dir, launch=launch, generation=generation + 1).get(rank)
+    kind, how = _how(note, _own_log(run_dir, launch, rank, page, reborn))
     return _found(rank, page, kind, how, known)
 
 
@@ -176,7 +181,7 @@ def _how(note: ExitNote | None, log: str) -> tuple[FailureKind, str]:
     traceback = _TRACEBACK in log
     if note is None or note.status in (1, 0):
         if traceback:
-            return FailureKind.OTHER, f"failed: {_last_line(log)}"
+            return FailureKind.OTHER, f"failed: {_raised(log)}"
         if "out of memory" in log.lower():
             return FailureKind.NATIVE_OOM, f"was ended by native code for want of GPU memory ({_last_line(log)})"
         if note is None:
@@ -225,15 +230,26 @@ def _found(rank: int, page: Progress | None, kind: FailureKind, how: str, known:
     return Finding(death=death, state=known)
 
 
-def _own_log(run_dir: Path, launch: int, rank: int, page: Progress | None) -> str:
-    """The end of what the dead process itself wrote; a log is appended to over restarts."""
+def _own_log(run_dir: Path, launch: int, rank: int, page: Progress | None, reborn: Progress | None) -> str:
+    """The end of what the dead process itself wrote; a log is appended to over restarts.
+
+    Args:
+        page: of the dead process.
+        reborn: of the process that has its place now, which may have written too.
+    """
     try:
         with launch_log_path(run_dir, launch, rank).open("rb") as file:
-            size = file.seek(0, 2)
-            file.seek(max(0 if page is None else page.log_bytes, size - _TAIL_BYTES))
-            return file.read().decode(errors="replace")
+            end = file.seek(0, 2) if reborn is None else reborn.log_bytes
+            begin = file.seek(max(0 if page is None else page.log_bytes, end - _TAIL_BYTES))
+            return file.read(max(0, end - begin)).decode(errors="replace")
     except OSError:
         return ""
+
+
+def _raised(log: str) -> str:
+    """Class and text of the exception of the last traceback, as far as they stand in one line."""
+    lines = _RANK_PREFIX.sub("", log).rpartition(_TRACEBACK)[2].splitlines()[1:]
+    return next((line for line in lines if line.strip() and not line.startswith(" ")), "an exception")
 
 
 def _last_line(log: str) -> str:

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import time
+from dataclasses import replace
 from typing import NoReturn
 
 from allranks.coordinator.agreement import ControlPlaneLost
@@ -51,6 +52,10 @@ def leave_hung(ctx: Context, hung: Hung) -> NoReturn:
         culprit = hung.culprits[0] if hung.culprits else None
         pages = read_pages(ctx.run_dir, launch=ctx.launch, generation=ctx.generation)
         at = ctx.page.now if culprit is None else pages.get(culprit, ctx.page.now)
+        # A stopped process had no time to publish where it came to; its page knows.
+        known = {rank: f"{page.phase}, step {page.step}" for rank, page in pages.items() if rank in hung.not_answering}
+        places = zip(hung.ranks, hung.where, strict=True)
+        hung = replace(hung, where=tuple(known.get(rank, heard) for rank, heard in places))
         what = Respawn(state=ctx.policy, kind=FailureKind.HUNG, message=hung.message)
         last_words(ctx, what, failed_rank=culprit, step=at.step, phase=at.phase)
         ctx.console.say(hung.message)
