@@ -15,7 +15,7 @@ from os import SEEK_END
 from pathlib import Path
 from typing import Any, TextIO
 
-EVENTS_VERSION = 2
+EVENTS_VERSION = 3
 EVENTS_DIR = "events"
 
 KINDS: dict[str, tuple[str, ...]] = {
@@ -24,10 +24,41 @@ KINDS: dict[str, tuple[str, ...]] = {
     "data": ("samples", "eval_samples", "max_length", "truncated", "skipped"),
     "model": ("parameters", "trainable", "base_bytes"),
     "resume": ("step", "epoch", "consumed", "checkpoint"),
-    "step": ("step", "epoch", "sample_ids", "micro_batches", "target_tokens", "loss", "grad_norm", "seconds", "caps"),
+    "step": (
+        "step",
+        "epoch",
+        "sample_ids",
+        "skipped_samples",
+        "micro_batches",
+        "target_tokens",
+        "loss",
+        "grad_norm",
+        "seconds",
+        "caps",
+    ),
+    "caps": ("step", "reason", "message", "caps"),
     "log": ("step", "loss", "grad_norm", "learning_rate", "tokens_per_s", "peak_bytes"),
-    "failure": ("step", "phase", "failure", "message", "attempt", "sample_ids"),
-    "retry": ("step", "attempt", "phase", "failed_rank", "caps"),
+    "failure": (
+        "step",
+        "phase",
+        "failure",
+        "message",
+        "attempt",
+        "sample_ids",
+        "tokens",
+        "bytes_asked",
+        "bytes_free",
+    ),
+    "retry": (
+        "step",
+        "attempt",
+        "phase",
+        "failed_rank",
+        "message",
+        "caps",
+        "gradient_checkpointing",
+        "skipped_samples",
+    ),
     "respawn": (
         "step",
         "phase",
@@ -35,6 +66,8 @@ KINDS: dict[str, tuple[str, ...]] = {
         "failed_rank",
         "message",
         "caps",
+        "gradient_checkpointing",
+        "skipped_samples",
         "resumed_step",
         "abandoned_steps",
         "used",
@@ -42,7 +75,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     ),
     "skipped_step": ("step", "reason"),
     "eval": ("step", "loss", "samples", "target_tokens", "seconds"),
-    "save": ("step", "path", "seconds", "bytes"),
+    "save": ("step", "path", "seconds", "blocked_s", "bytes"),
     "stop": ("step", "reason", "message"),
     "finish": ("step", "seconds", "adapter"),
 }

@@ -68,6 +68,8 @@ def write_forever(run_dir: Path, dies_before_call: int) -> None:
             window=1,
             caps=Caps(max_samples=4, max_tokens=None),
             eval_caps=Caps(max_samples=4, max_tokens=None),
+            checkpointing=True,
+            skipped=(),
             cost=(1.0, 0.0),
             scaler=None,
             optimizer="adamw_torch_fused",

@@ -33,7 +33,8 @@ from allranks.coordinator.ballots import Ballot, StepBallot, VotesDisagree, fing
 from allranks.coordinator.failure import Classification, classify
 from allranks.coordinator.injection import FaultInjector
 from allranks.coordinator.kinds import TRAITS, FailureKind
-from allranks.coordinator.policy import PolicyState, Retry, Stop, decide, decide_step
+from allranks.coordinator.policy import Retry, Stop, decide, decide_step
+from allranks.coordinator.policy_state import PolicyState
 from allranks.errors import StopTraining
 from allranks.plan.plan import Injection
 

@@ -17,7 +17,7 @@ from allranks.coordinator.autopsy import (
     write_last_words,
 )
 from allranks.coordinator.kinds import FailureKind
-from allranks.coordinator.policy import PolicyState
+from allranks.coordinator.policy_state import PolicyState
 from allranks.coordinator.progress import ProgressPage, read_pages
 from allranks.coordinator.respawn import Death
 from allranks.rundir import launch_log_path

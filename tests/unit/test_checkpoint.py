@@ -53,6 +53,8 @@ def state_at(step: int) -> TrainState:
         window=1,
         caps=Caps(max_samples=4, max_tokens=None),
         eval_caps=Caps(max_samples=2, max_tokens=512),
+        checkpointing=True,
+        skipped=(),
         cost=(1.0, 0.25),
         scaler={"scale": 65536.0, "_growth_tracker": 3},
         optimizer="adamw_torch_fused",

@@ -352,6 +352,8 @@ def checkpointed(folder: Path, *settings: str) -> Path:
         window=1,
         caps=Caps(max_samples=4, max_tokens=None),
         eval_caps=Caps(max_samples=2, max_tokens=None),
+        checkpointing=True,
+        skipped=(),
         cost=(1.0, 0.0),
         scaler=None,
         optimizer="adamw_torch_fused",

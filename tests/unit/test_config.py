@@ -13,7 +13,7 @@ from allranks.config.document import read_value
 from allranks.config.fields import key_specs, section_models
 from allranks.config.load import load_run_config, parse_run_config
 from allranks.config.render import given_yaml, reference_markdown, resolved_yaml
-from allranks.config.schema import RunConfig
+from allranks.config.schema import OomConfig, RunConfig
 from allranks.config.words import FOREIGN_WORDS
 from allranks.errors import ExitCode, Problem, ProblemsError
 
@@ -250,7 +250,7 @@ def test_an_unknown_key_is_answered_with_the_nearest_or_all() -> None:
     assert problem_of(MINIMAL + "lora: {learning_rat: 1}").nearest == "training.learning_rate"
     problem = problem_of(MINIMAL + "oom: {xyzzy: 1}")
     assert problem.nearest is None
-    assert problem.choices == ("max_retries_per_step", "max_respawns", "hang_timeout_s", "stop_timeout_s")
+    assert problem.choices == tuple(OomConfig.model_fields)
     assert problem_of(MINIMAL + "xyzzy: 1").choices == tuple(section_models())
 
 

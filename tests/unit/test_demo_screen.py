@@ -30,7 +30,8 @@ SHRINK = Shrink(step=FAULT_STEP, phase="step", failed_rank=1, caps=(2, 190))
 
 def retry(run_dir: Path, rank: int, **changed: Any) -> None:
     fields = {"step": FAULT_STEP, "attempt": 1, "phase": "step", "failed_rank": 1, "caps": [2, 190], **changed}
-    EventLog(run_dir, rank, launch=1).write("retry", **fields)
+    agreed = {"message": "all ranks retry", "gradient_checkpointing": True, "skipped_samples": []}
+    EventLog(run_dir, rank, launch=1).write("retry", **fields, **agreed)
 
 
 def written_config(folder: Path) -> Path:
@@ -68,7 +69,16 @@ def test_the_failing_rank_tells_where(tmp_path: Path) -> None:
     assert failed_phase(tmp_path, SHRINK) == "step"
     for step, phase in ((2, "forward"), (3, "backward")):
         EventLog(tmp_path, 1, 1).write(
-            "failure", step=step, phase=phase, failure="host_oom", message="", attempt=0, sample_ids=[]
+            "failure",
+            step=step,
+            phase=phase,
+            failure="host_oom",
+            message="",
+            attempt=0,
+            sample_ids=[],
+            tokens=0,
+            bytes_asked=None,
+            bytes_free=None,
         )
     assert failed_phase(tmp_path, SHRINK) == "backward"
 

@@ -13,14 +13,13 @@ from allranks.coordinator.failure import Classification
 from allranks.coordinator.kinds import TRAITS, FailureKind
 from allranks.coordinator.policy import (
     LEAK_FAILURES,
-    LEAK_WINDOW_STEPS,
     Go,
-    PolicyState,
     Retry,
     Stop,
     decide,
     decide_step,
 )
+from allranks.coordinator.policy_state import LEAK_WINDOW_STEPS, PolicyState
 from allranks.errors import ExitCode
 from allranks.units import GIB, MIB
 
@@ -77,7 +76,7 @@ def test_a_retry_says_who_what_where_and_the_new_caps() -> None:
     decision = decide(start(), oom(4, 2048), OOM)
     assert isinstance(decision, Retry)
     assert decision.message == (
-        "rank 1 ran out of GPU memory (cuda_oom) in step 7 on a micro-batch of 4 samples, 2048 tokens: "
+        "rank 1 ran out of GPU memory (cuda_oom) in step 7 on a micro-batch of 4 samples, 2048 tokens (longest 512): "
         "asked 2 GiB, 512 MiB free; all ranks retry with at most 2 samples and 1024 tokens per micro-batch"
     )
 
@@ -87,8 +86,8 @@ def test_one_sample_that_never_fitted_stops_with_the_ways_out() -> None:
     assert decision == Stop(
         reason="out_of_memory",
         message="rank 1 ran out of GPU memory (cuda_oom) in step 7 on a micro-batch of 1 sample, 4096 tokens: "
-        "asked 2 GiB, 512 MiB free; a micro-batch of one sample can't be split: shorten data.max_length, set "
-        "training.gradient_checkpointing, adapt fewer lora.target_modules, or take another profile "
+        "asked 2 GiB, 512 MiB free; a micro-batch of one sample can't be split: shorten data.max_length, let such "
+        "samples be left out (oom.max_skipped_samples), adapt fewer lora.target_modules, or take another profile "
         "(zero3 and fsdp spread the model)",
         exit_code=ExitCode.OUT_OF_MEMORY,
     )
@@ -108,6 +107,63 @@ def test_one_sample_that_had_fitted_is_retried_once_then_stops() -> None:
     recovered = decide(first.state.finished("step"), oom(1, 500, step=9), OOM)
     assert isinstance(recovered, Retry), "the next step has its retry again"
     assert recovered.state.retries == 1
+
+
+def alone(sample_id: int, *, tokens: int = 4096) -> Tally:
+    return tally(FINE, replace(failing(FailureKind.CUDA_OOM, 1, tokens), sample_id=sample_id))
+
+
+def test_at_one_sample_gradient_checkpointing_comes_first_then_the_sample_is_left_out_then_the_run_stops() -> None:
+    config = OomConfig(max_skipped_samples=2)
+    state = PolicyState.start(
+        train=Caps(max_samples=1, max_tokens=None), evaluation=Caps(max_samples=1, max_tokens=None), checkpointing=False
+    )
+    raised = decide(state, alone(17), config)
+    assert isinstance(raised, Retry)
+    assert (raised.state.checkpointing, raised.state.skipped) == (True, ())
+    assert raised.state.train.caps == state.train.caps
+    assert "all ranks turn on gradient checkpointing, from here on, and retry" in raised.message
+    left_out = decide(raised.state, alone(17), config)
+    assert isinstance(left_out, Retry)
+    assert left_out.state.skipped == (17,)
+    assert (
+        "all ranks leave sample 17 out, from here on, and retry (1 of 2, oom.max_skipped_samples)" in left_out.message
+    )
+    another = decide(left_out.state, alone(3), config)
+    assert isinstance(another, Retry)
+    assert another.state.skipped == (3, 17)
+    stop = decide(another.state, alone(5), config)
+    assert isinstance(stop, Stop)
+    assert "can't be split; 2 were left out already (oom.max_skipped_samples): shorten data.max_length" in stop.message
+
+
+def test_an_evaluation_leaves_no_sample_out() -> None:
+    decision = decide(start(), alone(17), OomConfig(max_skipped_samples=9), phase="eval")
+    assert isinstance(decision, Stop)
+
+
+def test_the_same_footprint_gives_ranks_the_same_fingerprint_and_survives_json() -> None:
+    state = start().with_side("step", start().train.cut(samples=4, tokens=100))
+    state = replace(state, checkpointing=False, skipped=(3, 9), pressed_at=(4, 5), growth=state.growth.shrunk(7))
+    for step in range(12):
+        state = state.observed("step", tally(replace(FINE, committed_step=step, held_bytes=100 * GIB + step)))
+    assert PolicyState.from_json(state.to_json()) == state
+    assert state.reborn().footprint == state.footprint
+    assert state.reborn().trend.points == ()
+    one, other = replace(state, skipped=(3,)), replace(state, checkpointing=True)
+    assert one.within(other).footprint == (*state.footprint[:2], True, (3, 9))
+
+
+def test_a_place_and_a_gpu_are_told() -> None:
+    failed = replace(failing(FailureKind.CUDA_OOM, 4, 400), place="backward", gpu=3)
+    assert Ballot.from_row(failed.to_row()) == failed
+    decision = decide(start(), tally(FINE, failed), OOM)
+    assert isinstance(decision, Retry)
+    assert "(cuda_oom) in step 7 (backward, GPU 3) on a micro-batch of 4 samples, 400 tokens (longest 100)" in (
+        decision.message
+    )
+    elsewhere = Ballot.from_row(replace(failed, place="an unknown place").to_row())
+    assert elsewhere.place is None
 
 
 def test_an_evaluation_out_of_memory_shrinks_only_the_evaluation() -> None:

@@ -74,6 +74,7 @@ class Run:
                 **common,
                 epoch=0,
                 sample_ids=[step],
+                skipped_samples=[],
                 micro_batches=[],
                 target_tokens=9,
                 seconds=1.0,
@@ -84,12 +85,31 @@ class Run:
 
     def failure(self, step: int, *, rank: int = 1, phase: str = "backward", attempt: int = 0) -> Run:
         self.logs[rank].write(
-            "failure", step=step, phase=phase, failure="cuda_oom", message=OOM, attempt=attempt, sample_ids=[]
+            "failure",
+            step=step,
+            phase=phase,
+            failure="cuda_oom",
+            message=OOM,
+            attempt=attempt,
+            sample_ids=[],
+            tokens=0,
+            bytes_asked=2 << 30,
+            bytes_free=512 << 20,
         )
         return self
 
     def retry(self, step: int, caps: list[int | None]) -> Run:
-        self.logs[0].write("retry", step=step, attempt=1, phase="train", failed_rank=1, caps=caps)
+        self.logs[0].write(
+            "retry",
+            step=step,
+            attempt=1,
+            phase="train",
+            failed_rank=1,
+            message="all ranks retry",
+            caps=caps,
+            gradient_checkpointing=True,
+            skipped_samples=[],
+        )
         return self
 
     def save(self, step: int, *, there: bool = True) -> Run:

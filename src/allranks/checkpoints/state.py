@@ -27,6 +27,8 @@ class TrainState:
         window: steps inside which samples are grouped by length.
         caps: of a training micro-batch, as the ranks last agreed.
         eval_caps: of an evaluation micro-batch, likewise.
+        checkpointing: activations are recomputed in backward, as configured or as the ranks agreed.
+        skipped: samples that they agreed to leave out.
         cost: (a, b) of the fitted cost a·tokens + b·length² of a sample.
         scaler: state of the fp16 loss scaler; None with bf16 and fp32.
         optimizer: kind of the optimizer whose state was saved, e.g. ``adamw_torch_fused``.
@@ -46,6 +48,8 @@ class TrainState:
     window: int
     caps: Caps
     eval_caps: Caps
+    checkpointing: bool
+    skipped: tuple[int, ...]
     cost: tuple[float, float]
     scaler: dict[str, Any] | None
     optimizer: str
@@ -75,6 +79,7 @@ class TrainState:
                 "caps": Caps(**values["caps"]),
                 "eval_caps": Caps(**values["eval_caps"]),
                 "cost": tuple(values["cost"]),
+                "skipped": tuple(values["skipped"]),
             }
         )
 

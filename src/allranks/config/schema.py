@@ -166,6 +166,15 @@ class OomConfig(_Section):
     max_retries_per_step: int = Field(
         16, ge=0, le=MAX_COUNT, description="Retries of one global batch before the run stops."
     )
+    max_skipped_samples: int = Field(
+        0,
+        ge=0,
+        le=MAX_COUNT,
+        description="Training samples that may be left out because not even one alone fits; 0: the first ends the run.",
+    )
+    grow_back: bool = Field(
+        True, description="Let micro-batches that were made smaller grow again when every GPU has room for it."
+    )
     max_respawns: int = Field(
         10,
         ge=0,

@@ -18,7 +18,7 @@ from allranks.errors import AllranksError, ExitCode
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-ROW_WIDTH = 20
+ROW_WIDTH = 24
 """Numbers that one rank can give in one exchange; fixed, because gloo does not check that sizes agree."""
 _HEADER_WIDTH = 3
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from allranks.coordinator.failure import FAILURES_DIR
 from allranks.coordinator.kinds import TRAITS, FailureKind
-from allranks.coordinator.policy import PolicyState
+from allranks.coordinator.policy_state import PolicyState
 from allranks.coordinator.progress import Progress, read_pages
 from allranks.coordinator.respawn import Death
 from allranks.errors import RESPAWN_STATUS, ExitCode
@@ -215,9 +215,9 @@ def _found(rank: int, page: Progress | None, kind: FailureKind, how: str, known:
     message = f"rank {rank} {how} {where}"
     if page.samples:
         message += f" on a micro-batch of {plural(page.samples, 'sample')}, {plural(page.tokens, 'token')}"
-    cut = kind is FailureKind.NATIVE_OOM and page.samples > 1 and known is not None and page.phase != "eval"
-    if cut and known is not None:
-        known = known.with_side("step", known.train.cut(samples=page.samples, tokens=page.tokens))
+    lighter = None
+    if kind is FailureKind.NATIVE_OOM and known is not None and page.phase in ("forward", "backward"):
+        lighter = known.lighter(page.committed_step, samples=page.samples, tokens=page.tokens)
     death = Death(
         kind=kind,
         message=message,
@@ -225,9 +225,9 @@ def _found(rank: int, page: Progress | None, kind: FailureKind, how: str, known:
         step=page.step,
         phase=page.phase,
         committed_step=page.committed_step,
-        cut=cut,
+        cut=lighter is not None,
     )
-    return Finding(death=death, state=known)
+    return Finding(death=death, state=lighter or known)
 
 
 def _own_log(run_dir: Path, launch: int, rank: int, page: Progress | None, reborn: Progress | None) -> str:

@@ -18,6 +18,15 @@ from allranks.errors import ExitCode, StopTraining
 
 _KINDS = tuple(FailureKind)
 
+_PLACES = (
+    *("load", "data", "resume", "revive", "forward", "backward", "reserve", "reduce", "step"),
+    *("eval", "save", "write", "publish", "final"),
+)
+"""Where a rank's part can fail, as it travels in a ballot; any other name is left out there."""
+
+_GROWTH_SAFETY = 0.8
+"""Of the headroom that is taken: memory is not quite proportional to the tokens of a micro-batch."""
+
 
 class VotesDisagree(StopTraining):
     """The ranks are not where they believe to be; all of them raise this at the same vote."""
@@ -35,6 +44,14 @@ def _maybe_int(number: float) -> int | None:
     return None if math.isnan(number) else int(number)
 
 
+def _as_number(value: FailureKind | str | float | None) -> float:
+    if isinstance(value, FailureKind):
+        return float(_KINDS.index(value))
+    if isinstance(value, str):
+        return float(_PLACES.index(value)) if value in _PLACES else math.nan
+    return math.nan if value is None else float(value)
+
+
 def _maybe_kind(number: float) -> FailureKind | None:
     return None if math.isnan(number) else _KINDS[int(number)]
 
@@ -44,6 +61,7 @@ _DECODERS: dict[str, Callable[[float], Any]] = {
     "int": int,
     "float": float,
     "int | None": _maybe_int,
+    "str | None": lambda number: None if math.isnan(number) else _PLACES[int(number)],
     "Severity": lambda number: Severity(int(number)),
     "FailureKind | None": _maybe_kind,
 }
@@ -55,8 +73,7 @@ class _Row:
 
     def to_row(self) -> list[float]:
         """The fields as numbers, in their order."""
-        values = [getattr(self, field.name) for field in fields(self)]
-        return [math.nan if v is None else float(_KINDS.index(v) if isinstance(v, FailureKind) else v) for v in values]
+        return [_as_number(getattr(self, field.name)) for field in fields(self)]
 
     @classmethod
     def from_row(cls, row: Sequence[float]) -> Self:
@@ -81,7 +98,13 @@ class Ballot(_Row):
         tokens: its tokens, padding included.
         bytes_asked: bytes the failing allocation wanted, if known.
         bytes_free: bytes that were free for it, if known.
-        headroom_bytes: GPU memory never used so far, if known.
+        place: where in its part the rank failed, e.g. ``backward``, if that has a name.
+        gpu: index of the GPU of a rank that failed; None on a CPU.
+        sample_id: of the only sample in the failing micro-batch; None if it held more, or none.
+        held_bytes: memory that was allocated when the attempt began (on a CPU, the resident set), if known.
+        peak_bytes: GPU memory that was allocated at most during the attempt, if measured.
+        headroom_bytes: what the GPU could have given beyond that peak, if measured.
+        allocator_retries: how often the GPU's allocator had to free its cache during the attempt.
         seconds: what this rank's part took.
         stop_requested: someone asked this rank to stop (SIGTERM, `stop.request`).
     """
@@ -97,11 +120,27 @@ class Ballot(_Row):
     tokens: int = 0
     bytes_asked: int | None = None
     bytes_free: int | None = None
+    place: str | None = None
+    gpu: int | None = None
+    sample_id: int | None = None
+    held_bytes: int | None = None
+    peak_bytes: int | None = None
     headroom_bytes: int | None = None
+    allocator_retries: int = 0
     seconds: float = 0.0
     stop_requested: bool = False
 
-    def failing(self, what: Classification, *, samples: int, tokens: int, in_collective: bool = False) -> Ballot:
+    def failing(
+        self,
+        what: Classification,
+        *,
+        samples: int,
+        tokens: int,
+        in_collective: bool = False,
+        place: str | None = None,
+        gpu: int | None = None,
+        sample_id: int | None = None,
+    ) -> Ballot:
         """This ballot, of a rank that failed.
 
         Args:
@@ -109,6 +148,9 @@ class Ballot(_Row):
             samples: samples in the failing micro-batch; 0 outside one.
             tokens: its tokens, padding included.
             in_collective: it failed inside a collective of the data plane, which is now half-done.
+            place: where in its part.
+            gpu: index of its GPU; None on a CPU.
+            sample_id: of the only sample in the failing micro-batch.
         """
         return replace(
             self,
@@ -121,6 +163,9 @@ class Ballot(_Row):
             tokens=tokens,
             bytes_asked=what.bytes_asked,
             bytes_free=what.bytes_free,
+            place=place,
+            gpu=gpu,
+            sample_id=sample_id,
         )
 
     @property
@@ -195,13 +240,38 @@ class Tally:
 
     @property
     def headroom_bytes(self) -> int | None:
-        """The least of all ranks that know theirs."""
+        """The least of all ranks that measured theirs."""
         return min((b.headroom_bytes for b in self.ballots if b.headroom_bytes is not None), default=None)
+
+    @property
+    def held_bytes(self) -> int | None:
+        """The most that any rank held when the attempt began."""
+        return max((b.held_bytes for b in self.ballots if b.held_bytes is not None), default=None)
+
+    @property
+    def pressed(self) -> bool:
+        """The allocator of some rank had to free its cache to go on."""
+        return any(ballot.allocator_retries > 0 for ballot in self.ballots)
+
+    @property
+    def growth_factor(self) -> float | None:
+        """How much larger the largest micro-batch could have been on every rank, in tokens; None if one doesn't know.
+
+        What an attempt needs beyond what was held before it is taken to be proportional to its tokens.
+        """
+        factors = [_growth_factor(ballot) for ballot in self.ballots]
+        return min((factor for factor in factors if factor is not None), default=None) if None not in factors else None
 
     @property
     def stop_requested(self) -> bool:
         """Some rank was asked to stop."""
         return any(ballot.stop_requested for ballot in self.ballots)
+
+
+def _growth_factor(ballot: Ballot) -> float | None:
+    if ballot.headroom_bytes is None or ballot.peak_bytes is None or ballot.held_bytes is None:
+        return None
+    return 1.0 + _GROWTH_SAFETY * max(0, ballot.headroom_bytes) / max(1, ballot.peak_bytes - ballot.held_bytes)
 
 
 def tally_one(ballots: Sequence[Ballot]) -> Tally:

@@ -6,130 +6,19 @@ nothing but the vote travels.
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
-from allranks.caps import Caps
 from allranks.config.schema import OomConfig
 from allranks.coordinator.attempt import AttemptPhase
 from allranks.coordinator.ballots import Ballot, StepTally, StepVerdict, Tally
 from allranks.coordinator.kinds import TRAITS, FailureKind, Severity
+from allranks.coordinator.policy_state import LEAK_WINDOW_STEPS, PolicyState
+from allranks.coordinator.words import what_failed
 from allranks.errors import ExitCode, StopTraining
-from allranks.units import human_bytes, plural
+from allranks.units import plural
 
 LEAK_FAILURES = 4
-"""So many memory failures without any growth in work are a leak."""
-LEAK_WINDOW_STEPS = 100
-"""Committed steps within which they must lie."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CapState:
-    """The caps of training or of evaluation, and what is known to have fitted under them.
-
-    Attributes:
-        caps: what a micro-batch may hold.
-        fitted_tokens: tokens, padding included, of the largest micro-batch that was finished on any rank.
-        fitted_length: tokens of the longest sample that was.
-        unexplained_at: committed steps at which a micro-batch failed for memory although a larger one had fitted;
-            emptied when the work grows.
-    """
-
-    caps: Caps
-    fitted_tokens: int = 0
-    fitted_length: int = 0
-    unexplained_at: tuple[int, ...] = ()
-
-    def finished(self, *, largest_tokens: int, longest_tokens: int) -> CapState:
-        """After an attempt that all ranks finished, with its largest micro-batch and longest sample in tokens."""
-        grew = largest_tokens > self.fitted_tokens or longest_tokens > self.fitted_length
-        return replace(
-            self,
-            fitted_tokens=max(self.fitted_tokens, largest_tokens),
-            fitted_length=max(self.fitted_length, longest_tokens),
-            unexplained_at=() if grew else self.unexplained_at,
-        )
-
-    def has_fitted(self, *, samples: int, tokens: int) -> bool:
-        """Whether as much work as this micro-batch was finished before, by tokens and by length."""
-        return tokens <= self.fitted_tokens and -(-tokens // samples) <= self.fitted_length
-
-    def failed_unexplained(self, step: int) -> CapState:
-        """After a memory failure of work that had fitted before."""
-        recent = tuple(at for at in self.unexplained_at if step - at < LEAK_WINDOW_STEPS)
-        return replace(self, unexplained_at=(*recent, step))
-
-    def cut(self, *, samples: int, tokens: int) -> CapState:
-        """Half of what the failing micro-batch held, or of the cap where that is less; never below 1."""
-        held = tokens if self.caps.max_tokens is None else min(self.caps.max_tokens, tokens)
-        caps = Caps(max_samples=max(1, min(self.caps.max_samples, samples) // 2), max_tokens=max(1, held // 2))
-        return replace(self, caps=caps)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PolicyState:
-    """What the policy remembers; the same on all ranks.
-
-    Attributes:
-        train: caps of training.
-        evaluation: caps of evaluation.
-        retries: retries of the attempt under way.
-        retried_unchanged: one of them kept the caps; there is only one such retry.
-    """
-
-    train: CapState
-    evaluation: CapState
-    retries: int = 0
-    retried_unchanged: bool = False
-
-    @classmethod
-    def start(cls, *, train: Caps, evaluation: Caps) -> PolicyState:
-        """Nothing has been tried yet."""
-        return cls(train=CapState(caps=train), evaluation=CapState(caps=evaluation))
-
-    def side(self, phase: AttemptPhase) -> CapState:
-        """The caps that this phase works under."""
-        return self.evaluation if phase == "eval" else self.train
-
-    def with_side(self, phase: AttemptPhase, side: CapState) -> PolicyState:
-        """The same state with other caps for this phase."""
-        return replace(self, evaluation=side) if phase == "eval" else replace(self, train=side)
-
-    def finished(self, phase: AttemptPhase, *, largest_tokens: int = 0, longest_tokens: int = 0) -> PolicyState:
-        """After a committed step, a finished evaluation or save: the next attempt has all its retries.
-
-        Args:
-            phase: what was finished.
-            largest_tokens: tokens of its largest micro-batch on any rank, padding included; 0 for a save.
-            longest_tokens: tokens of its longest sample on any rank; 0 for a save.
-        """
-        side = self.side(phase).finished(largest_tokens=largest_tokens, longest_tokens=longest_tokens)
-        return replace(self.with_side(phase, side), retries=0, retried_unchanged=False)
-
-    @property
-    def caps(self) -> tuple[Caps, Caps]:
-        """Of training and of evaluation."""
-        return self.train.caps, self.evaluation.caps
-
-    def within(self, other: PolicyState) -> PolicyState:
-        """This state under the smaller caps of the two."""
-        sides = ((self.train, other.train), (self.evaluation, other.evaluation))
-        train, evaluation = (replace(mine, caps=mine.caps.within(theirs.caps)) for mine, theirs in sides)
-        return replace(self, train=train, evaluation=evaluation)
-
-    def to_json(self) -> str:
-        """For the ranks of the next generation; `from_json` is its inverse."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> PolicyState:
-        """Read what `to_json` wrote."""
-        fields = json.loads(text)
-        for side in ("train", "evaluation"):
-            given = fields[side]
-            given |= {"caps": Caps(**given["caps"]), "unexplained_at": tuple(given["unexplained_at"])}
-            fields[side] = CapState(**given)
-        return cls(**fields)
+"""So many memory failures within `LEAK_WINDOW_STEPS` without any growth in work are a leak."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,8 +86,8 @@ _LOAD_ADVICE = (
     "it over more GPUs (zero3, fsdp)"
 )
 _FLOOR_ADVICE = (
-    "shorten data.max_length, set training.gradient_checkpointing, adapt fewer lora.target_modules, "
-    "or take another profile (zero3 and fsdp spread the model)"
+    "shorten data.max_length, let such samples be left out (oom.max_skipped_samples), adapt fewer "
+    "lora.target_modules, or take another profile (zero3 and fsdp spread the model)"
 )
 
 
@@ -231,7 +120,7 @@ def decide(
             message=f"ranks {lost} lost a peer and no rank knows why; look into the rank logs",
             exit_code=ExitCode.RANK_LOST,
         )
-    what = _what(tally, cause, rank, phase)
+    what = what_failed(tally, cause, rank, phase)
     own = TRAITS[cause.kind or FailureKind.OTHER].severity  # the ballot's is greater inside a collective
     in_place = can_retry and not tally.data_plane_damaged and tally.severity < Severity.STOP
     if own is Severity.STOP or (not in_place and not can_respawn):
@@ -239,12 +128,12 @@ def decide(
     if phase == "load" and own < Severity.STOP:
         return _stop_loading(cause, what)
     if not in_place:
-        return _anew(state, tally, cause, what, phase)
+        return _anew(state, tally, cause, what, phase, oom)
     if state.retries >= oom.max_retries_per_step:
         return _stop(cause, f"{what}; it still fails after {state.retries} retries (oom.max_retries_per_step)")
     state = replace(state, retries=state.retries + 1)
     if cause.memory and cause.samples > 0 and phase != "save":
-        return _shrink(state, tally, cause, what, phase)
+        return _shrink(state, tally, cause, what, phase, oom)
     return _once(state, cause, what)
 
 
@@ -268,7 +157,9 @@ def decide_step(state: PolicyState, tally: StepTally) -> Go | Stop:
     return Go(state=state)
 
 
-def _shrink(state: PolicyState, tally: Tally, cause: Ballot, what: str, phase: AttemptPhase) -> Retry | Stop:
+def _shrink(
+    state: PolicyState, tally: Tally, cause: Ballot, what: str, phase: AttemptPhase, oom: OomConfig
+) -> Retry | Stop:
     """Memory failed while a micro-batch was worked on."""
     side = state.side(phase)
     unexplained = side.has_fitted(samples=cause.samples, tokens=cause.tokens)
@@ -279,30 +170,55 @@ def _shrink(state: PolicyState, tally: Tally, cause: Ballot, what: str, phase: A
             return _stop(
                 cause,
                 f"{what}; the {len(side.unexplained_at)}th such failure in {LEAK_WINDOW_STEPS} steps without any "
-                "growth in work: memory is leaking or another process takes it, and smaller micro-batches won't help",
+                "growth in work: memory is leaking or another process takes it, and smaller micro-batches won't help; "
+                f"{state.trend.words()}",
             )
         state = state.with_side(phase, side)
-    if cause.samples > 1:
-        smaller = side.cut(samples=cause.samples, tokens=cause.tokens)
-        caps = smaller.caps
-        return Retry(
-            state=state.with_side(phase, smaller),
-            message=f"{what}; all ranks retry with at most {plural(caps.max_samples, 'sample')} and "
-            f"{plural(caps.max_tokens or 0, 'token')} per micro-batch",
-        )
+    if cause.samples == 1:
+        return _at_one_sample(state, cause, what, phase, oom, unexplained=unexplained)
+    side = side.cut(samples=cause.samples, tokens=cause.tokens)
+    state = state.with_side(phase, side)
+    if phase == "step":
+        state = replace(state, growth=state.growth.shrunk(tally.committed_step))
+    return Retry(
+        state=state,
+        message=f"{what}; all ranks retry with at most {plural(side.caps.max_samples, 'sample')} and "
+        f"{plural(side.caps.max_tokens or 0, 'token')} per micro-batch",
+    )
+
+
+def _at_one_sample(
+    state: PolicyState, cause: Ballot, what: str, phase: AttemptPhase, oom: OomConfig, *, unexplained: bool
+) -> Retry | Stop:
+    """What is left when a micro-batch can't be split, the cheapest first."""
     if unexplained and not state.retried_unchanged:
         return Retry(
             state=replace(state, retried_unchanged=True),
             message=f"{what}; all ranks retry once with nothing smaller to try",
         )
-    return _stop(cause, f"{what}; a micro-batch of one sample can't be split: {_FLOOR_ADVICE}")
+    if phase == "step" and not state.checkpointing:
+        return Retry(
+            state=replace(state, checkpointing=True),
+            message=f"{what}; a micro-batch of one sample can't be split: all ranks turn on gradient checkpointing, "
+            "from here on, and retry",
+        )
+    if phase == "step" and cause.sample_id is not None and len(state.skipped) < oom.max_skipped_samples:
+        return Retry(
+            state=replace(state, skipped=tuple(sorted({*state.skipped, cause.sample_id}))),
+            message=f"{what}; all ranks leave sample {cause.sample_id} out, from here on, and retry "
+            f"({len(state.skipped) + 1} of {oom.max_skipped_samples}, oom.max_skipped_samples)",
+        )
+    used = f"; {len(state.skipped)} were left out already (oom.max_skipped_samples)" if state.skipped else ""
+    return _stop(cause, f"{what}; a micro-batch of one sample can't be split{used}: {_FLOOR_ADVICE}")
 
 
-def _anew(state: PolicyState, tally: Tally, cause: Ballot, what: str, phase: AttemptPhase) -> Respawn | Stop:
-    """Nothing can be retried in place: all ranks start again, with smaller micro-batches if memory was the cause."""
+def _anew(
+    state: PolicyState, tally: Tally, cause: Ballot, what: str, phase: AttemptPhase, oom: OomConfig
+) -> Respawn | Stop:
+    """Nothing can be retried in place: all ranks start again, with less work at a time if memory was the cause."""
     kind = cause.kind or FailureKind.OTHER
     if cause.memory and cause.samples > 0 and phase != "save":
-        decision = _shrink(state, tally, cause, what, phase)
+        decision = _shrink(state, tally, cause, what, phase, oom)
         if isinstance(decision, Stop):
             return decision
         state = decision.state
@@ -354,32 +270,3 @@ def _why_no_retry(tally: Tally, cause: Ballot, can_retry: bool) -> str:
 
 def _advice(cause: Ballot) -> str:
     return TRAITS[cause.kind or FailureKind.OTHER].advice
-
-
-_NAMES = {
-    FailureKind.CUDA_OOM: "ran out of GPU memory",
-    FailureKind.WORKSPACE_OOM: "found no GPU memory for a workspace",
-    FailureKind.LIBRARY_AMBIGUOUS: "was refused by cuBLAS or cuDNN, perhaps for want of GPU memory",
-    FailureKind.NCCL_OOM: "found no GPU memory for NCCL",
-    FailureKind.HOST_OOM: "ran out of host memory (RAM)",
-}
-_DOING: dict[AttemptPhase, str] = {
-    "load": "while loading",
-    "step": "in step",
-    "eval": "in the evaluation after step",
-    "save": "in the save after step",
-}
-
-
-def _what(tally: Tally, cause: Ballot, rank: int, phase: AttemptPhase) -> str:
-    """What failed, in one clause without a full stop."""
-    kind = cause.kind or FailureKind.OTHER
-    step = tally.committed_step + 1 if phase == "step" else tally.committed_step
-    where = _DOING[phase] if phase == "load" else f"{_DOING[phase]} {step}"
-    text = f"rank {rank} {_NAMES.get(kind, 'failed')} ({kind}) {where}"
-    if cause.samples:
-        text += f" on a micro-batch of {plural(cause.samples, 'sample')}, {plural(cause.tokens, 'token')}"
-    asked = None if cause.bytes_asked is None else f"asked {human_bytes(cause.bytes_asked)}"
-    free = None if cause.bytes_free is None else f"{human_bytes(cause.bytes_free)} free"
-    figures = ", ".join(part for part in (asked, free) if part)
-    return f"{text}: {figures}" if figures else text

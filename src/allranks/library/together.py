@@ -19,7 +19,8 @@ from allranks.coordinator.agreement import ControlPlane, vote_two
 from allranks.coordinator.attempt import AttemptKey, Failed, FailureFlag, run_attempt
 from allranks.coordinator.ballots import Ballot, StepBallot, StepVerdict, Tally, fingerprint, tally_one
 from allranks.coordinator.failure import classify
-from allranks.coordinator.policy import Go, PolicyState, Retry, Stop, decide, decide_step
+from allranks.coordinator.policy import Go, Retry, Stop, decide, decide_step
+from allranks.coordinator.policy_state import PolicyState
 from allranks.errors import ExitCode, StopTraining, UserError
 from allranks.library.accounts import LOG, Accounts, Place
 from allranks.library.replica import Replica

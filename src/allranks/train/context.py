@@ -13,13 +13,14 @@ from allranks.coordinator.failure import FailureRecord
 from allranks.coordinator.heartbeats import Pulse
 from allranks.coordinator.injection import FaultInjector
 from allranks.coordinator.liveness import Liveness
-from allranks.coordinator.policy import PolicyState
+from allranks.coordinator.policy_state import PolicyState
 from allranks.coordinator.progress import ProgressPage
 from allranks.coordinator.watcher import Watcher
 from allranks.events import EventLog
 from allranks.plan.plan import Plan
 from allranks.rundir import stop_requested
 from allranks.train.console import Console
+from allranks.train.memory import MemoryMeter
 from allranks.train.process import Rank
 
 
@@ -40,6 +41,7 @@ class Context:
         pulse: tells the other ranks that this one moves.
         liveness: watches all ranks for one that does not; None if that is switched off.
         page: where this rank is, for the time after its death.
+        meter: memory of each attempt.
         events: this rank's event log.
         console: what a person sees of this rank.
         policy: caps and what is known about them; the same on all ranks.
@@ -59,6 +61,7 @@ class Context:
     injector: FaultInjector
     pulse: Pulse
     page: ProgressPage
+    meter: MemoryMeter
     events: EventLog
     console: Console
     policy: PolicyState
@@ -131,5 +134,8 @@ class Context:
             message=failed.message,
             attempt=key.attempt,
             sample_ids=list(record.sample_ids),
+            tokens=record.tokens,
+            bytes_asked=what.bytes_asked,
+            bytes_free=what.bytes_free,
         )
         return record

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from allranks.batches.order import SampleOrder
 from allranks.batches.split import Cost
+from allranks.checkpoints.background import BackgroundWriter
 from allranks.checkpoints.store import CheckpointStore
 from allranks.data.prepare import PreparedData
 from allranks.strategies.base import Strategy
@@ -35,6 +36,23 @@ class Position:
         return replace(self, step=step, consumed=consumed)
 
 
+@dataclass(frozen=True, kw_only=True)
+class SaveUnderWay:
+    """A save whose tensors were gathered on all ranks. Times are those of `time.monotonic`.
+
+    Attributes:
+        step: committed step that is saved.
+        due: when training stood still for it.
+        began: when the gathering began.
+        released: when training went on; None while it stands still.
+    """
+
+    step: int
+    due: float
+    began: float
+    released: float | None = None
+
+
 @dataclass(kw_only=True)
 class Job:
     """The parts of a training run, the same on every rank but for the tensors.
@@ -51,7 +69,10 @@ class Job:
         cost: of a sample, for the split.
         total_steps: optimizer steps of the run.
         scale: loss scale (fp16).
-        store: checkpoints.
+        store: checkpoints; while `writer` is busy, its alone.
+        writer: writes them, on rank 0.
+        saving: the save on whose end the ranks have not agreed yet; the same on all of them but for its times.
+        checkpointing: the model recomputes activations in backward.
         position: how far the run is.
         earlier_s: seconds of training in earlier launches.
         eval_loss_before: evaluation loss of the base model.
@@ -72,7 +93,10 @@ class Job:
     total_steps: int
     scale: LossScale
     store: CheckpointStore
+    checkpointing: bool
     position: Position
+    writer: BackgroundWriter = field(default_factory=BackgroundWriter)
+    saving: SaveUnderWay | None = None
     earlier_s: float = 0.0
     eval_loss_before: float | None = None
     last_loss: float = float("nan")

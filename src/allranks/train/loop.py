@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import time
 
+from allranks.coordinator.adjustment import adjusted
 from allranks.errors import ExitCode, StopTraining
 from allranks.train.console import Pace
 from allranks.train.context import Context
 from allranks.train.evaluate import evaluate
 from allranks.train.job import Job
-from allranks.train.memory import peak_bytes
-from allranks.train.saving import save
+from allranks.train.saving import leave_nothing_unwritten, save, tell_saved
 from allranks.train.schedule import learning_rate
 from allranks.train.step import Reduced, reduced_step
-from allranks.train.together import half_done
+from allranks.train.together import RespawnNow, half_done, remember_caps
 from allranks.units import human_bytes
 
 _CLIP_EPSILON = 1e-6
@@ -26,8 +26,17 @@ def train(ctx: Context, job: Job) -> None:
     Raises:
         StopTraining: all ranks agreed to stop: out of memory at the floor, a loss that is not finite, a save that
             failed, or a request to stop (after saving).
+        RespawnNow: all ranks leave, to be started again.
         ControlPlaneLost: a rank is gone.
     """
+    try:
+        _train(ctx, job)
+    except (StopTraining, RespawnNow) as leaving:
+        leave_nothing_unwritten(ctx, job, leaving)
+        raise
+
+
+def _train(ctx: Context, job: Job) -> None:
     config = ctx.plan.config
     pace = Pace(done=job.position.step, total=job.total_steps)
     if config.training.eval_on_start and job.data.eval is not None and job.position.step == 0:
@@ -39,14 +48,16 @@ def train(ctx: Context, job: Job) -> None:
         rate = learning_rate(config.training, job.position.step + 1, job.total_steps)
         _optimizer_step(ctx, job, reduced, rate)
         _commit(ctx, job, ids, reduced, seconds=time.monotonic() - began)
+        _adjust_caps(ctx, job, reduced)
         step, last = job.position.step, job.position.step == job.total_steps
         if step % config.training.logging_steps == 0 or last:
             _log(ctx, job, ids, reduced, rate, seconds=time.monotonic() - began, left=pace.left(step))
         if job.data.eval is not None and _due(step, config.training.eval_steps, last):
             _evaluated(ctx, job)
-        if _due(step, config.output.save_steps, last) or reduced.stop_requested:
-            save(ctx, job)
-        if reduced.stop_requested and not last:
+        tell_saved(ctx, job)
+        if _due(step, config.output.save_steps, last) or reduced.tally.stop_requested:
+            save(ctx, job, wait=last or reduced.tally.stop_requested)
+        if reduced.tally.stop_requested and not last:
             raise StopTraining(
                 "interrupted",
                 f"stopped on request after saving step {step} of {job.total_steps}; the same command resumes",
@@ -86,6 +97,7 @@ def _commit(ctx: Context, job: Job, ids: tuple[int, ...], reduced: Reduced, *, s
         step=job.position.step,
         epoch=epoch,
         sample_ids=list(ids),
+        skipped_samples=[i for i in ids if i in ctx.policy.skipped],
         micro_batches=[list(micro) for micro in reduced.part.mine],
         target_tokens=reduced.part.targets,
         loss=reduced.loss,
@@ -95,10 +107,35 @@ def _commit(ctx: Context, job: Job, ids: tuple[int, ...], reduced: Reduced, *, s
     )
 
 
+def _adjust_caps(ctx: Context, job: Job, reduced: Reduced) -> None:
+    """Smaller micro-batches where the memory is so full that it slows the steps, larger ones where there is room."""
+    decided = adjusted(
+        ctx.policy,
+        reduced.tally,
+        largest_tokens=reduced.part.largest_tokens,
+        in_place=not ctx.lockstep,
+        grow_back=ctx.plan.config.oom.grow_back,
+    )
+    ctx.policy = decided.state
+    if decided.reason is None:
+        return
+    remember_caps(ctx)
+    caps = ctx.policy.train.caps
+    ctx.events.write(
+        "caps",
+        step=job.position.step,
+        reason=decided.reason,
+        message=decided.message,
+        caps=[caps.max_samples, caps.max_tokens],
+    )
+    if ctx.is_main:
+        ctx.console.say(decided.message)
+
+
 def _log(
     ctx: Context, job: Job, ids: tuple[int, ...], reduced: Reduced, rate: float, *, seconds: float, left: str
 ) -> None:
-    peaks = [int(row[0]) for row in ctx.control.exchange([float(peak_bytes(ctx.rank.device))])]
+    peaks = [int(row[0]) for row in ctx.control.exchange([float(ctx.meter.peak_bytes)])]
     if not ctx.is_main:
         return
     tokens_per_s = float(job.data.train.lengths[list(ids)].sum()) / seconds

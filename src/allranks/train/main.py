@@ -22,6 +22,7 @@ from allranks.train.context import Context
 from allranks.train.finishing import finish
 from allranks.train.leaving import leave_as_declared, leave_for_peers, leave_hung, start_again, verdict_of
 from allranks.train.loop import train
+from allranks.train.memory import MemoryMeter
 from allranks.train.process import Rank
 from allranks.train.respawning import agreed_generation, revive
 from allranks.train.setup import first_caps, set_up
@@ -108,6 +109,7 @@ def _context(plan: Plan, rank: Rank, control: ControlPlane, launch: int, generat
         ),
         pulse=Pulse(),
         page=ProgressPage(run_dir, place.rank, launch=launch, generation=generation),
+        meter=MemoryMeter(rank.device),
         events=events,
         console=console,
         policy=first_caps(plan.config),

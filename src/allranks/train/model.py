@@ -134,9 +134,14 @@ def load_model(
             module.support_avx512bf16_for_cpu = False
     model = _add_adapter(base, config, extra_modules)
     if config.training.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        model.enable_input_require_grads()
+        checkpoint_activations(model)
     return ModelParts(model=model, notes=tuple(notes))
+
+
+def checkpoint_activations(model: Any) -> None:
+    """Recompute activations in backward from here on; may be called at any time between two steps."""
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.enable_input_require_grads()
 
 
 def _load_base(

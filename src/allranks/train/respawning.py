@@ -8,7 +8,7 @@ from pathlib import Path
 
 from allranks.coordinator.agreement import ControlPlane
 from allranks.coordinator.autopsy import examine, read_caps
-from allranks.coordinator.policy import PolicyState
+from allranks.coordinator.policy_state import PolicyState
 from allranks.coordinator.respawn import Death, GiveUp, may_go_on, read_ledger, started, write_ledger
 from allranks.errors import ExitCode, StopTraining
 from allranks.train.context import Context
@@ -63,7 +63,7 @@ def revive(ctx: Context) -> Revival | None:
     told, _ = together(ctx, "load", 0, look)
     fields = json.loads(ctx.control.broadcast_text(told))
     if fields["state"] is not None:
-        ctx.policy = PolicyState.from_json(fields["state"])
+        ctx.policy = PolicyState.from_json(fields["state"]).reborn()
         remember_caps(ctx)
     if fields["give_up"] is not None:
         stop = GiveUp(**fields["give_up"])
@@ -104,6 +104,8 @@ def tell(ctx: Context, revival: Revival, resumed_step: int) -> None:
         failed_rank=death.rank,
         message=death.message,
         caps=[caps.max_samples, caps.max_tokens],
+        gradient_checkpointing=ctx.policy.checkpointing,
+        skipped_samples=list(ctx.policy.skipped),
         resumed_step=resumed_step,
         abandoned_steps=[abandoned.start, abandoned.stop - 1] if abandoned else [],
         used=revival.used,
@@ -113,8 +115,17 @@ def tell(ctx: Context, revival: Revival, resumed_step: int) -> None:
         return
     where = f"the checkpoint of step {resumed_step}" if resumed_step else "step 0, for there is no checkpoint yet"
     again = f"; to be made again since then: {plural(len(abandoned), 'step')}" if abandoned else ""
-    smaller = f", with at most {plural(caps.max_samples, 'sample')} per micro-batch" if death.cut else ""
+    smaller = f", with {_limits(ctx)}" if death.cut else ""
     ctx.console.say(
         f"{death.message}; all ranks were started again (restart {ctx.generation}; {revival.used} of {budget} "
         f"used for this cause) and go on from {where}{again}{smaller}"
     )
+
+
+def _limits(ctx: Context) -> str:
+    words = [f"at most {plural(ctx.policy.train.caps.max_samples, 'sample')} per micro-batch"]
+    if ctx.policy.checkpointing and not ctx.plan.config.training.gradient_checkpointing:
+        words.append("gradient checkpointing")
+    if ctx.policy.skipped:
+        words.append(f"{plural(len(ctx.policy.skipped), 'sample')} left out")
+    return ", ".join(words)

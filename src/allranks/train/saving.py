@@ -1,54 +1,138 @@
-"""A save is an attempt: all ranks gather, rank 0 writes a fresh folder, all agree, the pointer moves."""
+"""Saving: all ranks gather and agree, then rank 0 writes and publishes in the background while training goes on.
+
+The pointer may move without a further vote: the write begins only after all ranks have agreed that the step is
+committed and gathered, and nothing in it concerns another rank. A write that fails asks for a stop, which travels with
+the next step's vote; at the end of that step all ranks come here and hear why.
+"""
 
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
-from allranks.checkpoints.store import CheckpointRef, TrainState
-from allranks.strategies.base import NamedTensors, OptimizerState
+from allranks.checkpoints.background import Snapshot
+from allranks.checkpoints.store import TrainState
+from allranks.errors import StopTraining
 from allranks.train.context import Context
-from allranks.train.job import Job
-from allranks.train.together import Attempt, together
+from allranks.train.job import Job, SaveUnderWay
+from allranks.train.together import Attempt, RespawnNow, together
 from allranks.train.versions import versions
+from allranks.units import human_seconds
+
+_WORTH_SAYING_S = 0.1
+_SAVE_FAILED = "a save that failed"
 
 
-def save(ctx: Context, job: Job) -> None:
-    """Write a checkpoint of the committed step and make it the latest.
+def save(ctx: Context, job: Job, *, wait: bool) -> None:
+    """Gather the committed step and hand it to the writer; the save before has ended first.
+
+    Args:
+        wait: stay until the checkpoint is the one that a resume takes.
 
     Raises:
-        StopTraining: it could not be written; the earlier checkpoint stays usable.
+        StopTraining: this one or the one before could not be written; the earlier checkpoint stays usable.
     """
     step = job.position.step
+    due = time.monotonic()
+    _end_the_one_before(ctx, job)
     began = time.monotonic()
 
-    def gather(at: Attempt) -> tuple[NamedTensors, OptimizerState]:
+    def gather(at: Attempt) -> Snapshot | None:
         ctx.injector.at("save", at.key.step)
-        return job.strategy.trainable(), job.strategy.optimizer_state()
-
-    def write(at: Attempt) -> CheckpointRef | None:
-        at.enter("write")
+        if not (ctx.is_main or job.strategy.gathers):
+            return None
+        adapter, optimizer = job.strategy.trainable(), job.strategy.optimizer_state()
         if not ctx.is_main:
             return None
-        return job.store.write(train_state(ctx, job), adapter, optimizer, job.peft_config, tied=job.tied)
+        return Snapshot(
+            state=train_state(ctx, job),
+            adapter=adapter,
+            optimizer=optimizer,
+            peft_config=job.peft_config,
+            tied=job.tied,
+        )
 
-    def publish(at: Attempt) -> None:
-        at.enter("publish")
-        if written is not None:
-            job.store.publish(written)
-
-    collective = ctx.world_size > 1 and job.strategy.gathers
-    (adapter, optimizer), _ = together(ctx, "save", step, gather, collective=collective)
-    written, _ = together(ctx, "save", step, write)
-    together(ctx, "save", step, publish)
+    snapshot, _ = together(ctx, "save", step, gather, collective=ctx.world_size > 1 and job.strategy.gathers)
+    if snapshot is not None:
+        job.writer.begin(job.store, snapshot, on_failure=lambda: ctx.signalled.append(_SAVE_FAILED))
+        del snapshot
+    job.saving = SaveUnderWay(step=step, due=due, began=began)
+    if wait:
+        _end(ctx, job)
+    else:
+        job.saving = replace(job.saving, released=time.monotonic())
     ctx.policy = ctx.policy.finished("save")
-    if written is None:
+
+
+def tell_saved(ctx: Context, job: Job) -> None:
+    """Say that the save under way has been published, once; on rank 0, and no matter for the others."""
+    saved = job.writer.take()
+    if saved is None:
         return
-    for word in job.store.prune():
+    assert job.saving is not None
+    for word in saved.words:
         ctx.note(word)
-    seconds = time.monotonic() - began
-    path = job.store.path(written)
-    ctx.events.write("save", step=step, path=path.name, seconds=seconds, bytes=written.bytes)
-    ctx.console.say(f"saved checkpoint of step {step}: {path.name}")
+    until = time.monotonic() if job.saving.released is None else job.saving.released
+    ctx.events.write(
+        "save",
+        step=saved.step,
+        path=saved.path.name,
+        seconds=saved.published - job.saving.began,
+        blocked_s=until - job.saving.due,
+        bytes=saved.bytes,
+    )
+    ctx.console.say(f"saved checkpoint of step {saved.step}: {saved.path.name}")
+
+
+def leave_nothing_unwritten(ctx: Context, job: Job, leaving: StopTraining | RespawnNow) -> None:
+    """Before all ranks leave as agreed: let the save under way end, so that it counts."""
+    if job.saving is None:
+        return
+    if ctx.is_main:
+        _wait(ctx, job)
+        tell_saved(ctx, job)
+        if job.writer.failure is not None:
+            ctx.note(str(job.writer.failure))
+    if isinstance(leaving, RespawnNow):
+        ctx.control.exchange([])  # the first one to leave takes the others along
+
+
+def _end_the_one_before(ctx: Context, job: Job) -> None:
+    before, at_work, began = job.saving, job.writer.busy, time.monotonic()
+    if before is None:
+        return
+    _end(ctx, job)
+    waited_s = time.monotonic() - began
+    if at_work and waited_s >= _WORTH_SAYING_S:
+        ctx.note(
+            f"the save after step {job.position.step} waited {human_seconds(waited_s)} until that of step "
+            f"{before.step} was written; a larger output.save_steps or a faster disk avoids it"
+        )
+
+
+def _end(ctx: Context, job: Job) -> None:
+    """All ranks hear how the save under way ended.
+
+    Raises:
+        StopTraining: it could not be written.
+    """
+
+    def end(at: Attempt) -> None:
+        at.enter("write")
+        if ctx.is_main:
+            _wait(ctx, job)
+            if job.writer.failure is not None:
+                raise job.writer.failure
+
+    try:
+        together(ctx, "save", job.position.step, end)
+        tell_saved(ctx, job)
+    finally:
+        job.saving = None
+
+
+def _wait(ctx: Context, job: Job) -> None:
+    job.writer.wait(lambda: ctx.entered("write", job.position.step, 0, 0))
 
 
 def train_state(ctx: Context, job: Job) -> TrainState:
@@ -63,6 +147,8 @@ def train_state(ctx: Context, job: Job) -> TrainState:
         window=job.order.window,
         caps=ctx.policy.train.caps,
         eval_caps=ctx.policy.evaluation.caps,
+        checkpointing=ctx.policy.checkpointing,
+        skipped=ctx.policy.skipped,
         cost=(job.cost.a, job.cost.b),
         scaler=job.scale.state(),
         optimizer=ctx.plan.config.training.optim,

@@ -13,7 +13,7 @@ from allranks.checkpoints.adapter_files import tied_names
 from allranks.checkpoints.resume import fingerprint_difference, resume_differences, resume_notes
 from allranks.checkpoints.store import CheckpointRef, CheckpointStore, check_optimizer, check_tensors
 from allranks.config.schema import RunConfig
-from allranks.coordinator.policy import PolicyState
+from allranks.coordinator.policy_state import PolicyState
 from allranks.data.prepare import DataRequest, PreparedData, prepare
 from allranks.errors import Problem, ProblemsError, UserError
 from allranks.plan.plan import Plan
@@ -43,6 +43,7 @@ def first_caps(config: RunConfig) -> PolicyState:
     return PolicyState.start(
         train=Caps(max_samples=samples, max_tokens=training.max_tokens_per_micro_batch),
         evaluation=Caps(max_samples=eval_samples, max_tokens=training.max_tokens_per_micro_batch),
+        checkpointing=training.gradient_checkpointing,
     )
 
 
@@ -96,6 +97,7 @@ def set_up(ctx: Context, revival: Revival | None) -> Job:
         total_steps=0,
         scale=LossScale(ctx.rank.precision),
         store=store,
+        checkpointing=config.training.gradient_checkpointing,
         position=Position(),
     )
     if ref is not None:
@@ -264,7 +266,13 @@ def _resume(ctx: Context, job: Job, ref: CheckpointRef) -> None:
         job.approximate = state.approximate
         # The caps of a generation that died are newer than those of its checkpoint.
         if ctx.generation == 0 and _same_room(job.store.saved_plan(ref), ctx.plan):
-            ctx.policy = PolicyState.start(train=state.caps, evaluation=state.eval_caps)
+            ctx.policy = ctx.policy.resumed(
+                step=state.step,
+                train=state.caps,
+                evaluation=state.eval_caps,
+                checkpointing=state.checkpointing,
+                skipped=state.skipped,
+            )
 
     together(ctx, "load", 0, restore, collective=ctx.world_size > 1 and job.strategy.gathers)
     ctx.committed_step = job.position.step

@@ -9,13 +9,14 @@ import torch
 
 from allranks.batches.split import split
 from allranks.coordinator.agreement import ROW_WIDTH, vote_two
-from allranks.coordinator.ballots import StepBallot, StepTally, StepVerdict, fingerprint
+from allranks.coordinator.ballots import StepBallot, StepTally, StepVerdict, Tally, fingerprint
 from allranks.coordinator.policy import Stop, decide_step
 from allranks.data.collate import pad_batch
-from allranks.errors import StopTraining
+from allranks.errors import StopTraining, UserError
 from allranks.train.context import Context
 from allranks.train.job import Job
 from allranks.train.loss import weighted_loss
+from allranks.train.model import checkpoint_activations
 from allranks.train.together import Attempt, half_done, together
 
 MicroBatches = tuple[tuple[int, ...], ...]
@@ -47,17 +48,17 @@ class Reduced:
 
     Attributes:
         part: what this rank did.
+        tally: the vote that let it count.
         loss: of the global batch.
         grad_norm: of the global batch's gradient, before clipping.
         skipped: the fp16 gradients overflowed; the samples count, the optimizer does not go.
-        stop_requested: some rank was asked to stop.
     """
 
     part: Part
+    tally: Tally
     loss: float
     grad_norm: float
     skipped: bool
-    stop_requested: bool
 
 
 def reduced_step(ctx: Context, job: Job, ids: tuple[int, ...]) -> Reduced:
@@ -82,12 +83,12 @@ def reduced_step(ctx: Context, job: Job, ids: tuple[int, ...]) -> Reduced:
         ctx.control,
         StepBallot(
             committed_step=ctx.committed_step,
-            caps_fingerprint=fingerprint(ctx.policy.train.caps),
+            caps_fingerprint=fingerprint(ctx.policy.footprint),
             reduced=True,
             loss_sum=math.fsum(losses),
             grad_norm=norm / job.scale.value,
             tokens=part.targets,
-            expected_tokens=int(job.data.train.n_targets[list(ids)].sum()),
+            expected_tokens=int(job.data.train.n_targets[list(_kept(ctx, ids))].sum()),
         ),
     )
     only_overflowed = job.scale.enabled and math.isfinite(vote.loss_sum)
@@ -96,11 +97,16 @@ def reduced_step(ctx: Context, job: Job, ids: tuple[int, ...]) -> Reduced:
     ctx.policy = ctx.policy.finished("step", largest_tokens=part.largest_tokens, longest_tokens=part.longest_tokens)
     return Reduced(
         part=part,
+        tally=tally,
         loss=vote.loss_sum,
         grad_norm=vote.ballots[0].grad_norm,
         skipped=job.scale.skips(norm),
-        stop_requested=tally.stop_requested,
     )
+
+
+def _kept(ctx: Context, ids: tuple[int, ...]) -> tuple[int, ...]:
+    """Without the samples that all ranks leave out, for not even one of them alone fitted."""
+    return tuple(i for i in ids if i not in ctx.policy.skipped)
 
 
 def _split(ctx: Context, job: Job, ids: tuple[int, ...]) -> tuple[MicroBatches, ...]:
@@ -117,6 +123,15 @@ def _split(ctx: Context, job: Job, ids: tuple[int, ...]) -> tuple[MicroBatches, 
 
 def _forward_backward(ctx: Context, job: Job, ids: tuple[int, ...], at: Attempt) -> Part:
     """This rank's micro-batches; their gradients add up in the strategy."""
+    if ctx.policy.checkpointing and not job.checkpointing:
+        checkpoint_activations(job.model)
+        job.checkpointing = True
+    ids = _kept(ctx, ids)
+    if not ids:
+        raise UserError(
+            f"step {at.key.step}: every sample of the global batch is among those that do not fit, "
+            f"{sorted(ctx.policy.skipped)}\n    fix: shorten data.max_length, or raise training.global_batch_size"
+        )
     parts = _split(ctx, job, ids)
     mine = parts[ctx.rank.environment.rank]
     data = job.data.train

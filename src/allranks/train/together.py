@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NoReturn, TypeVar
 
-import torch
-
 from allranks.coordinator.agreement import ControlPlaneLost, vote_one
 from allranks.coordinator.attempt import AttemptKey, AttemptPhase, Failed, run_attempt
 from allranks.coordinator.autopsy import LastWords, write_caps, write_last_words
@@ -94,15 +92,18 @@ def together(
     while True:
         at = Attempt(key=ctx.key(phase, step, attempt), phase=phase, entered=ctx.entered)
         at.enter(phase)
+        ctx.meter.begin()
         began = time.monotonic()
         with ctx.pulse.waiting("a collective") if collective else nullcontext():
             outcome = run_attempt(partial(work, at), on_failure=print_traceback)
+        seconds = time.monotonic() - began
+        may_grow = phase == "step" and ctx.policy.train.caps != ctx.policy.growth.ceiling
         ballot = Ballot(
             committed_step=ctx.committed_step,
-            caps_fingerprint=fingerprint(ctx.policy.train.caps, ctx.policy.evaluation.caps),
-            seconds=time.monotonic() - began,
-            headroom_bytes=_headroom_bytes(ctx.rank.device),
+            caps_fingerprint=fingerprint(ctx.policy.footprint),
+            seconds=seconds,
             stop_requested=ctx.stop_wanted() is not None,
+            **vars(ctx.meter.end(headroom=may_grow)),
         )
         if isinstance(outcome, Failed):
             ballot = _failing(ctx, ballot, outcome, at, in_collective=collective)
@@ -112,6 +113,7 @@ def together(
             ctx.entered("vote", step, 0, 0)
             ctx.injector.at("vote", step)
         tally = vote_one(ctx.control, ballot)
+        ctx.policy = ctx.policy.observed(phase, tally)
         decision = decide(
             ctx.policy,
             tally,
@@ -148,7 +150,13 @@ def _failing(ctx: Context, ballot: Ballot, failed: Failed, at: Attempt, *, in_co
             gpu_processes=_in_the_way(ctx, failed, at),
         )
     return ballot.failing(
-        failed.classification, samples=len(at.sample_ids), tokens=at.tokens, in_collective=in_collective
+        failed.classification,
+        samples=len(at.sample_ids),
+        tokens=at.tokens,
+        in_collective=in_collective,
+        place=at.phase,
+        gpu=ctx.rank.device.index,
+        sample_id=at.sample_ids[0] if len(at.sample_ids) == 1 else None,
     )
 
 
@@ -171,7 +179,10 @@ def _retry(ctx: Context, decision: Retry, key: AttemptKey, tally: Tally) -> None
         attempt=key.attempt + 1,
         phase=key.phase,
         failed_rank=tally.cause_rank,
+        message=decision.message,
         caps=[caps.max_samples, caps.max_tokens],
+        gradient_checkpointing=decision.state.checkpointing,
+        skipped_samples=list(decision.state.skipped),
     )
 
 
@@ -208,7 +219,7 @@ def last_words(ctx: Context, decision: Respawn, *, failed_rank: int | None, step
         step=step,
         phase=phase,
         committed_step=ctx.committed_step,
-        cut=decision.state.caps != ctx.policy.caps,
+        cut=decision.state.footprint != ctx.policy.footprint,
     )
     words = LastWords(death=death, state=decision.state)
     rank = ctx.rank.environment.rank
@@ -280,10 +291,3 @@ def print_traceback(error: BaseException) -> None:
     what = classify(error)
     if not (what.memory or what.secondary or what.kind in _SELF_EXPLAINED):
         traceback.print_exception(error)
-
-
-def _headroom_bytes(device: torch.device) -> int | None:
-    """GPU memory that this process has never used so far."""
-    if device.type != "cuda":
-        return None
-    return torch.cuda.get_device_properties(device).total_memory - torch.cuda.max_memory_reserved(device)
