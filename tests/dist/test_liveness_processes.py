@@ -180,6 +180,19 @@ def test_rank_0_stopped_with_its_store_is_found_and_killed(start: Start) -> None
     assert "State:\tT (stopped)" in ranks.stacks(0)
 
 
+def test_a_rank_stopped_together_with_the_store_is_killed_too(start: Start) -> None:
+    ranks = start(3, "steps")
+    ranks.all_ready()
+    ranks.send(2, signal.SIGSTOP)
+    since = ranks.send(0, signal.SIGSTOP)
+    assert ranks.statuses() == [-signal.SIGKILL, HUNG_STATUS, -signal.SIGKILL]
+    hung = ranks.hung(1)
+    assert 0 in hung["not_answering"]
+    assert hung["at"] - since < FOUND_WITHIN_S
+    assert hung["killed"] == [0, 2]
+    assert "State:\tT (stopped)" in ranks.stacks(2)
+
+
 @pytest.mark.parametrize("paused", [[0], [1], [0, 1]])
 def test_pauses_shorter_than_the_time_out_are_no_hang(start: Start, paused: list[int]) -> None:
     ranks = start(2, "steps", PATIENT_S)

@@ -116,7 +116,7 @@ class Liveness:
             self._concluded.wait(_WRITE_S + _ANSWER_S + 2 * self._interval_s)
 
     def kill_not_answering(self, hung: Hung) -> tuple[int, ...]:
-        """End with SIGKILL the ranks of this host that don't answer, if this is its lowest rank that does.
+        """End with SIGKILL the ranks of this host that don't answer or are stopped, if this is its lowest rank that does.
 
         The others end themselves, in their `on_hang`. Nobody has to wait until a stopped process heeds SIGTERM.
 
@@ -242,12 +242,13 @@ class Liveness:
             self._concluded.set()
 
     def _neighbours(self, hung: Hung) -> list[tuple[int, psutil.Process]]:
-        """The ranks of this host that don't answer, with their processes, if this rank is the one to see to them."""
+        """The ranks of this host that can't leave, with their processes, if this rank is the one to see to them."""
         lost = {}
         for rank, one in enumerate(self._seen):
             if one.heartbeat is None or one.heartbeat.host != self._host or one.left:
                 continue
-            if rank in hung.not_answering:
+            # Of ranks stopped together with rank 0, which has the store, nobody can say that they don't answer.
+            if rank in hung.not_answering or _is_stopped(one.heartbeat):
                 lost[rank] = one.heartbeat
             elif rank < self._rank:
                 return []
@@ -304,6 +305,14 @@ def _process_of(heartbeat: Heartbeat) -> psutil.Process | None:
     except psutil.Error:
         return None
     return process if same else None
+
+
+def _is_stopped(heartbeat: Heartbeat) -> bool:
+    process = _process_of(heartbeat)
+    try:
+        return process is not None and process.status() == psutil.STATUS_STOPPED
+    except psutil.Error:
+        return False
 
 
 def _of_system(pid: int) -> str:
