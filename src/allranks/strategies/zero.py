@@ -55,6 +55,7 @@ class Zero:
     def __init__(self, accelerator: Any, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._world_size: int = accelerator.num_processes
+        self._rank: int = accelerator.process_index
         plugin = accelerator.state.deepspeed_plugin
         self._stage: int = plugin.zero_stage
         self.lockstep = self._stage == 3
@@ -139,11 +140,24 @@ class Zero:
         return {name: on_cpu(safe_get_full_fp32_param(p)) for name, p in self._named.items()}
 
     def load_trainable(self, tensors: NamedTensors) -> None:
-        from deepspeed.utils import safe_set_full_fp32_param
+        from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
 
         for name, p in self._named.items():
-            safe_set_full_fp32_param(p, tensors[name].to(self._engine.device))
+            if self._stage == 3:
+                safe_set_local_fp32_param(p, self._own_part(p, tensors[name]))
+            else:
+                safe_set_full_fp32_param(p, tensors[name].to(self._engine.device))
         self._publish_masters(tensors)
+
+    def _own_part(self, p: Any, tensor: torch.Tensor) -> torch.Tensor:
+        """This rank's share of `tensor` under ZeRO-3, flat, padded with zeros as the last ones are.
+
+        DeepSpeed's functions for whole tensors don't know of the padding: they fail where the ranks don't divide them.
+        """
+        size = p.ds_tensor.numel()
+        whole = torch.zeros(size * self._world_size, dtype=tensor.dtype, device=self._engine.device)
+        whole[: tensor.numel()] = tensor.flatten()
+        return whole[size * self._rank : size * (self._rank + 1)]
 
     def _publish_masters(self, tensors: NamedTensors) -> None:
         """The copies that forward reads: under ZeRO-2 they are not the masters, under ZeRO-3 they are gathered."""
@@ -173,11 +187,14 @@ class Zero:
         }
 
     def load_optimizer_state(self, state: OptimizerState) -> None:
-        from deepspeed.utils import safe_set_full_optimizer_state
+        from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
 
         for name, p in self._named.items():
             for key in _MOMENTS:
-                safe_set_full_optimizer_state(p, state[name][key].to(self._engine.device), key)
+                if self._stage == 3:
+                    safe_set_local_optimizer_state(p, self._own_part(p, state[name][key]), key)
+                else:
+                    safe_set_full_optimizer_state(p, state[name][key].to(self._engine.device), key)
         step = next(iter(state.values()))["step"]
         for master in self._masters():
             self._base.state[master]["step"].copy_(step)
