@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from allranks.events import read_events
 from allranks.plan.plan import Injection, Plan
-from allranks.report.runs import read_run
+from allranks.report.runs import RunReport, read_run
 from allranks.report.screens import caps_words
 
 _DEADLY = ("exit", "sigkill", "sigstop", "hang")
@@ -20,7 +22,9 @@ _MISSED = "did not happen, though the step was committed: a fault of allranks"
 def drill_report(plan: Plan) -> list[str]:
     """One line per fault: whether it happened, and what all ranks did then."""
     run_dir = Path(plan.run_dir)
-    return [f"drill: {_asked(fault)}: {_became(run_dir, fault)}" for fault in plan.injections]
+    report = read_run(run_dir)
+    events = {rank: list(read_events(run_dir, rank)) for rank in {0, *(fault.rank for fault in plan.injections)}}
+    return [f"drill: {_asked(fault)}: {_became(report, events, fault)}" for fault in plan.injections]
 
 
 def _asked(fault: Injection) -> str:
@@ -29,17 +33,16 @@ def _asked(fault: Injection) -> str:
     return f"{fault.kind}{times} on rank {fault.rank} {where}"
 
 
-def _became(run_dir: Path, fault: Injection) -> str:
-    report = read_run(run_dir)
+def _became(report: RunReport, events: Mapping[int, Sequence[dict[str, Any]]], fault: Injection) -> str:
     step = 0 if fault.phase == "load" else fault.step
     seen = [
         event
-        for event in read_events(run_dir, fault.rank)
+        for event in events[fault.rank]
         if event["kind"] == "failure" and event["step"] == step and event["phase"] == fault.phase
     ]
     respawns = [
         event
-        for event in read_events(run_dir)
+        for event in events[0]
         if event["kind"] == "respawn" and (fault.phase == "load" or event["step"] == step)
         # Of a hang inside a collective nobody knows whose fault it is.
         if event["failed_rank"] is None or (event["failed_rank"], event["phase"]) == (fault.rank, fault.phase)
@@ -48,7 +51,7 @@ def _became(run_dir: Path, fault: Injection) -> str:
     committed = report.step >= step and fault.phase != "load"
     if fault.kind in _DEADLY:
         # By the rank itself: when it dies in the optimizer step, its peers may have committed the step.
-        own = (event["step"] for event in read_events(run_dir, fault.rank) if event["kind"] == "step")
+        own = (event["step"] for event in events[fault.rank] if event["kind"] == "step")
         committed = committed and step in own
     if report.verdict is None:
         end = "the run died without a verdict"
