@@ -77,6 +77,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "oom.max_retries_per_step": st.sampled_from([16, 2]),
     "oom.max_skipped_samples": st.sampled_from([0, 3]),
     "oom.grow_back": st.sampled_from([True, False]),
+    "oom.memory_history": st.sampled_from([0, 1000]),
     "oom.max_respawns": st.sampled_from([10, 0]),
     "oom.hang_timeout_s": st.sampled_from([600.0, None]),
     "oom.stop_timeout_s": st.sampled_from([60.0, 10.0]),

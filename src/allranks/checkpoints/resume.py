@@ -84,6 +84,7 @@ FREE_KEYS: dict[str, str] = {
     "oom.max_retries_per_step": "a retry takes the same samples",
     "oom.max_skipped_samples": "what was left out so far stays left out",
     "oom.grow_back": "a larger micro-batch takes the same samples",
+    "oom.memory_history": "it only says what a snapshot remembers",
     "oom.max_respawns": "a restart goes on from a checkpoint with the same samples",
     "oom.hang_timeout_s": "it only says when to stop waiting",
     "oom.stop_timeout_s": "it only bounds how long a stop may take",

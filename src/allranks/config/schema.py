@@ -175,6 +175,13 @@ class OomConfig(_Section):
     grow_back: bool = Field(
         True, description="Let micro-batches that were made smaller grow again when every GPU has room for it."
     )
+    memory_history: int = Field(
+        0,
+        ge=0,
+        le=MAX_COUNT,
+        description="Last allocations, with their Python stacks, in the snapshot of a first OOM; remembering them "
+        "costs some microseconds each. 0: the state of the memory alone.",
+    )
     max_respawns: int = Field(
         10,
         ge=0,

@@ -22,6 +22,7 @@ from allranks.rundir import stop_requested
 from allranks.train.console import Console
 from allranks.train.memory import MemoryMeter
 from allranks.train.process import Rank
+from allranks.train.snapshot import FirstOom
 
 
 @dataclass(kw_only=True)
@@ -42,6 +43,7 @@ class Context:
         liveness: watches all ranks for one that does not; None if that is switched off.
         page: where this rank is, for the time after its death.
         meter: memory of each attempt.
+        first_oom: keeps what the GPU's memory held when this rank first ran out of it.
         events: this rank's event log.
         console: what a person sees of this rank.
         policy: caps and what is known about them; the same on all ranks.
@@ -62,6 +64,7 @@ class Context:
     pulse: Pulse
     page: ProgressPage
     meter: MemoryMeter
+    first_oom: FirstOom
     events: EventLog
     console: Console
     policy: PolicyState

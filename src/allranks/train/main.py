@@ -27,6 +27,7 @@ from allranks.train.process import Rank
 from allranks.train.respawning import agreed_generation, revive
 from allranks.train.setup import first_caps, set_up
 from allranks.train.signals import listen
+from allranks.train.snapshot import FirstOom
 from allranks.train.together import RespawnNow
 from allranks.train.versions import versions
 from allranks.verdict import Verdict, read_verdict, write_verdict
@@ -110,6 +111,9 @@ def _context(plan: Plan, rank: Rank, control: ControlPlane, launch: int, generat
         pulse=Pulse(),
         page=ProgressPage(run_dir, place.rank, launch=launch, generation=generation),
         meter=MemoryMeter(rank.device),
+        first_oom=FirstOom(
+            rank.device, run_dir, launch=launch, rank=place.rank, history=plan.config.oom.memory_history
+        ),
         events=events,
         console=console,
         policy=first_caps(plan.config),

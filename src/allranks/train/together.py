@@ -95,7 +95,7 @@ def together(
         ctx.meter.begin()
         began = time.monotonic()
         with ctx.pulse.waiting("a collective") if collective else nullcontext():
-            outcome = run_attempt(partial(work, at), on_failure=print_traceback)
+            outcome = run_attempt(partial(work, at), on_failure=partial(_seen, ctx))
         seconds = time.monotonic() - began
         may_grow = phase == "step" and ctx.policy.train.caps != ctx.policy.growth.ceiling
         ballot = Ballot(
@@ -196,7 +196,7 @@ def half_done(ctx: Context, phase: str, step: int, work: Callable[[], T]) -> T:
     at = Attempt(key=ctx.key("step", step, 0), phase=phase, entered=ctx.entered)
     at.enter(phase)
     with ctx.pulse.waiting("a collective"):
-        outcome = run_attempt(work, on_failure=print_traceback)
+        outcome = run_attempt(work, on_failure=partial(_seen, ctx))
     if isinstance(outcome, Failed):
         ballot = Ballot(committed_step=ctx.committed_step, caps_fingerprint=0)
         declare(ctx, _failing(ctx, ballot, outcome, at, in_collective=True), at)
@@ -284,6 +284,20 @@ def declare(ctx: Context, ballot: Ballot, at: Attempt) -> NoReturn:
     if ctx.world_size == 1:
         raise error
     ctx.watcher.declare(json.dumps({"reason": error.reason, "message": str(error), "exit_code": int(error.exit_code)}))
+
+
+def _seen(ctx: Context, error: BaseException) -> None:
+    """While the exception still has its frames, and they all that did not fit."""
+    print_traceback(error)
+    if not classify(error).memory:
+        return
+    try:
+        snapshot = ctx.first_oom.write()
+    except (OSError, RuntimeError) as refused:
+        ctx.console.say(f"what the GPU's memory held could not be written: {refused}")
+    else:
+        if snapshot is not None:
+            ctx.console.say(f"what the GPU's memory held is in {snapshot}, for https://pytorch.org/memory_viz")
 
 
 def print_traceback(error: BaseException) -> None:
