@@ -98,7 +98,7 @@ class Run:
         )
         return self
 
-    def retry(self, step: int, caps: list[int | None]) -> Run:
+    def retry(self, step: int, caps: list[int | None], *, skipped: tuple[int, ...] = ()) -> Run:
         self.logs[0].write(
             "retry",
             step=step,
@@ -108,13 +108,13 @@ class Run:
             message="all ranks retry",
             caps=caps,
             gradient_checkpointing=True,
-            skipped_samples=[],
+            skipped_samples=list(skipped),
         )
         return self
 
     def save(self, step: int, *, there: bool = True) -> Run:
         name = f"step-{step:08d}-00"
-        self.logs[0].write("save", step=step, path=name, seconds=0.5, bytes=1 << 20)
+        self.logs[0].write("save", step=step, path=name, seconds=0.5, blocked_s=0.1, bytes=1 << 20)
         if there:
             (self.dir / "checkpoints" / name).mkdir(parents=True)
         return self
@@ -324,6 +324,15 @@ def test_no_line_is_wider_than_the_screen(width: int, tmp_path: Path) -> None:
     assert max(map(len, run_screen(report, width))) <= width
     long_name = replace(report, plan=replace(report.plan, name="n" * 200))
     assert max(map(len, runs_table([report, long_name], max(width, 80)))) <= max(width, 80)
+
+
+def test_a_sample_left_out_and_caps_that_grew_are_told(tmp_path: Path) -> None:
+    run = Run(tmp_path, "grown").launch().data().steps(1, 2).retry(2, [1, 128], skipped=(7, 9))
+    run.logs[0].write("caps", step=2, reason="headroom", message="…", caps=[2, 256])
+    text = "\n".join(run_screen(read_run(run.dir), 300))
+    again = "step 2: all ranks took it again with at most 1 sample and 128 tokens per micro-batch"
+    assert f"{again}, without 2 samples that did not fit (7, 9)" in text
+    assert "step 2: from here on at most 2 samples and 256 tokens per micro-batch (every GPU had room)" in text
 
 
 def test_a_long_history_is_thinned_and_says_so(tmp_path: Path) -> None:

@@ -198,7 +198,7 @@ def _notes(plan: Plan, events: list[Event]) -> tuple[str, ...]:
 
 
 def _incidents(run_dir: Path) -> tuple[Event, ...]:
-    of_rank_0 = ("retry", "respawn", "skipped_step", "resume")
+    of_rank_0 = ("retry", "respawn", "caps", "skipped_step", "resume")
     found = [
         event
         for rank in _ranks(run_dir)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from allranks.report.runs import Event, RunReport
-from allranks.units import human_bytes, human_seconds
+from allranks.units import human_bytes, human_seconds, plural
 
 _MOST_ROWS = 12
 _GAP = "  "
@@ -136,15 +136,22 @@ def _incident(event: Event) -> str:
         case "failure":
             what = f"rank {event['rank']} failed in {event['phase']} ({event['failure']}): {_first_line(event)}"
         case "retry":
-            what = f"all ranks took it again with {caps_words(event['caps'])} per micro-batch"
+            what = f"all ranks took it again with {caps_words(event['caps'])} per micro-batch{_left_out(event)}"
         case "respawn":
             where = f"step {event['resumed_step']}"
             what = f"{_first_line(event)}; all ranks were started again and went on from {where}"
+        case "caps":
+            what = f"from here on {caps_words(event['caps'])} per micro-batch ({_REASON_WORDS[event['reason']]})"
         case "skipped_step":
             what = f"no update: {event['reason']}"
         case _:
             what = f"launch {event['launch']} went on from {event['checkpoint']}"
     return f"step {event['step']}: {what}"
+
+
+def _left_out(event: Event) -> str:
+    ids = event["skipped_samples"]
+    return f", without {plural(len(ids), 'sample')} that did not fit ({', '.join(map(str, ids))})" if ids else ""
 
 
 def _first_line(event: Event) -> str:
@@ -176,6 +183,8 @@ def _samples(data: Event | None) -> str:
 def _steps(report: RunReport) -> str:
     return f"{report.step}/{'?' if report.total_steps is None else report.total_steps}"
 
+
+_REASON_WORDS = {"pressure": "the GPU memory was nearly full", "headroom": "every GPU had room"}
 
 _STATE_WORDS = {
     "planned": "planned, never started",
