@@ -12,7 +12,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -102,6 +102,7 @@ class CheckpointStore:
         adapter_config: Mapping[str, Any] | None,
         *,
         tied: Mapping[str, str] = MappingProxyType({}),
+        moved: Callable[[], None] = lambda: None,
     ) -> CheckpointRef:
         """Write a checkpoint into a fresh folder, whole and fsynced. It counts only once it is published.
 
@@ -111,6 +112,7 @@ class CheckpointStore:
             optimizer: parameter name → field (``exp_avg``, ``step``, …; raw fields of 8-bit state) → tensor.
             adapter_config: PEFT's `LoraConfig.to_dict`; None leaves the file out.
             tied: `tied_names` of the PeftModel.
+            moved: called whenever a tensor or a file has been written.
 
         Raises:
             StorageError: no space, no permission, …; the partial folder is removed, earlier checkpoints stay usable.
@@ -128,8 +130,8 @@ class CheckpointStore:
             self.folder.mkdir(parents=True, exist_ok=True)
             folder.mkdir()
             files = {
-                ADAPTER_FILE: write_file(folder / ADAPTER_FILE, tensor_file_chunks(weights)),
-                OPTIMIZER_FILE: write_file(folder / OPTIMIZER_FILE, tensor_file_chunks(moments)),
+                ADAPTER_FILE: write_file(folder / ADAPTER_FILE, _told(tensor_file_chunks(weights), moved)),
+                OPTIMIZER_FILE: write_file(folder / OPTIMIZER_FILE, _told(tensor_file_chunks(moments), moved)),
                 PLAN_FILE: write_file(folder / PLAN_FILE, [(self._run_dir / PLAN_FILE).read_bytes()]),
             }
             if adapter_config is not None:
@@ -144,7 +146,9 @@ class CheckpointStore:
             # Last, so that a folder with a state file is complete as soon as the sizes in it agree.
             files[STATE_FILE] = write_file(folder / STATE_FILE, [json.dumps(content_of_state, indent=1).encode()])
             fsync_folder(folder)
+            moved()
             fsync_folder(self.folder)
+            moved()
         except Exception as error:
             self._remove(name)
             if isinstance(error, OSError):
@@ -362,3 +366,9 @@ class CheckpointStore:
         else:
             words = "no checkpoint yet" if not now.words else f"unknown, {now.words[0]}"
         return StorageError(not_written(f"the checkpoint of step {step}", path, needed, error, words))
+
+
+def _told(chunks: Iterable[bytes | memoryview], moved: Callable[[], None]) -> Iterator[bytes | memoryview]:
+    for chunk in chunks:
+        yield chunk
+        moved()
