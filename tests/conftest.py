@@ -21,6 +21,9 @@ def pytest_configure() -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="leave out slow tests, and multi-process ones but for smoke")
+    parser.addoption(
+        "--keep-table", metavar="FOLDER", type=Path, help="keep what nightly tests measured in files there"
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -60,6 +63,13 @@ def tiny_llama_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny-llama")
     write_tiny_llama(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def kept_tables(request: pytest.FixtureRequest) -> Path | None:
+    """The folder for what was measured; None if nobody wants to keep it."""
+    folder: Path | None = request.config.getoption("--keep-table")
+    return None if folder is None else folder.resolve()
 
 
 @pytest.fixture(scope="session")

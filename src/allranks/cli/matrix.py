@@ -66,7 +66,7 @@ def run_matrix(
         Injection(rank=last_rank, step=SMOKE_STEPS if phase == "final" else _STEP, phase=phase, kind=kind)
         for phase in wanted_phases
         for kind in wanted_kinds
-        if phase != "reduce" or undisturbed.world_size > 1
+        if undisturbed.world_size > 1 or (phase != "reduce" and kind != "sigstop")  # who shall notice a lone one?
     ]
     cells: list[Cell] = []
     for number, fault in enumerate(faults, start=1):
