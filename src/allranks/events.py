@@ -37,7 +37,7 @@ KINDS: dict[str, tuple[str, ...]] = {
         "caps",
     ),
     "caps": ("step", "reason", "message", "caps"),
-    "log": ("step", "loss", "grad_norm", "learning_rate", "tokens_per_s", "peak_bytes"),
+    "log": ("step", "loss", "grad_norm", "learning_rate", "tokens_per_s", "peak_bytes", "reserved_bytes"),
     "failure": (
         "step",
         "phase",

@@ -28,6 +28,7 @@ def test_on_a_cpu_the_resident_set_is_what_is_held() -> None:
     assert after.held_bytes is not None
     assert after.held_bytes - before.held_bytes > 24 * MIB
     assert (after.peak_bytes, after.headroom_bytes, after.allocator_retries) == (None, None, 0)
+    assert meter.reserved_bytes >= 32 * MIB
     assert meter.peak_bytes >= after.held_bytes - 24 * MIB
     assert len(ballast) == 32 * MIB
 

@@ -80,7 +80,8 @@ class Run:
                 seconds=1.0,
                 caps=[4, None],
             )
-            self.logs[0].write("log", **common, learning_rate=2e-4, tokens_per_s=1234.0, peak_bytes=[1 << 30, 3 << 29])
+            memory = {"peak_bytes": [1 << 30, 3 << 29], "reserved_bytes": [1 << 31, 1 << 31]}
+            self.logs[0].write("log", **common, learning_rate=2e-4, tokens_per_s=1234.0, **memory)
         return self
 
     def failure(self, step: int, *, rank: int = 1, phase: str = "backward", attempt: int = 0) -> Run:

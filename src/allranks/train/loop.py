@@ -135,7 +135,8 @@ def _adjust_caps(ctx: Context, job: Job, reduced: Reduced) -> None:
 def _log(
     ctx: Context, job: Job, ids: tuple[int, ...], reduced: Reduced, rate: float, *, seconds: float, left: str
 ) -> None:
-    peaks = [int(row[0]) for row in ctx.control.exchange([float(ctx.meter.peak_bytes)])]
+    rows = ctx.control.exchange([float(ctx.meter.peak_bytes), float(ctx.meter.reserved_bytes)])
+    peaks = [int(row[0]) for row in rows]
     if not ctx.is_main:
         return
     tokens_per_s = float(job.data.train.lengths[list(ids)].sum()) / seconds
@@ -147,6 +148,7 @@ def _log(
         learning_rate=rate,
         tokens_per_s=tokens_per_s,
         peak_bytes=peaks,
+        reserved_bytes=[int(row[1]) for row in rows],
     )
     spread = (
         human_bytes(max(peaks)) if min(peaks) == max(peaks) else f"{human_bytes(min(peaks))}–{human_bytes(max(peaks))}"

@@ -74,6 +74,13 @@ class MemoryMeter:
             return max(self._earlier_peak, torch.cuda.max_memory_allocated(self._device))
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux gives KiB
 
+    @property
+    def reserved_bytes(self) -> int:
+        """What this process has taken of its GPU for torch now; on a CPU, its resident set (0 if unknown)."""
+        if self._device.type == "cuda":
+            return torch.cuda.memory_reserved(self._device)
+        return _resident_bytes() or 0
+
     def _limit_bytes(self, reserved: int) -> int:
         """What this process could have of its GPU: what it has, and what is free, up to the fraction it may have."""
         free, total = torch.cuda.mem_get_info(self._device)
