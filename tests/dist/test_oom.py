@@ -48,7 +48,11 @@ def _audit(run: Finished, ranks: int) -> None:
         assert sorted(taken[step]) == sorted(ids), f"step {step}"
 
 
-@pytest.mark.parametrize(("profile", "inject"), [("ddp", ONE), ("ddp", THREE), ("zero2", THREE)])
+@pytest.mark.parametrize(
+    ("profile", "inject"),
+    # Of the first, continuous integration has a cell of the failure matrix that asserts the same.
+    [pytest.param("ddp", ONE, marks=pytest.mark.nightly), ("ddp", THREE), ("zero2", THREE)],
+)
 def test_the_run_goes_on_with_the_same_samples_and_adapter(
     profile: str, inject: tuple[str, ...], undisturbed: Finished, tiny_llama_dir: Path, folder: Path
 ) -> None:
