@@ -74,7 +74,8 @@ STATE_VERSION = 1
 
 
 class CheckpointStore:
-    """The checkpoints of one run directory. `write`, `publish`, `discard` and `prune` are rank 0's alone.
+    """The checkpoints of one run directory. `write`, `publish`, `discard` and `prune` are rank 0's alone,
+    in one thread at a time.
 
     Attributes:
         folder: ``checkpoints/`` of the run.
@@ -157,7 +158,7 @@ class CheckpointStore:
         return CheckpointRef(step=state.step, folder=name, files=files)
 
     def publish(self, ref: CheckpointRef) -> None:
-        """Make `ref` the checkpoint that a resume takes, once every rank has acknowledged it.
+        """Make `ref` the checkpoint that a resume takes; all ranks have agreed that its step is committed.
 
         Raises:
             StorageError: the pointer could not be replaced; the earlier checkpoints stay usable.
@@ -181,7 +182,7 @@ class CheckpointStore:
             raise self._not_written(ref.step, self._pointer, ref.bytes, error) from error
 
     def discard(self, ref: CheckpointRef) -> None:
-        """Remove a written checkpoint on which the ranks did not agree."""
+        """Remove a written checkpoint that is not to be published."""
         self._remove(ref.folder)
 
     def prune(self) -> tuple[str, ...]:
