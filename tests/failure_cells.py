@@ -17,7 +17,7 @@ Who = Literal["rank 0", "last rank", "two at once"]
 Tier = Literal["in place", "restart", "stop"]
 Pair = frozenset[tuple[str, str]]
 
-STEPS = 10
+STEPS = 11
 SAVED_EVERY = 2
 EVALUATED_AT = 7
 BATCH = 8
@@ -32,7 +32,7 @@ PLACES: dict[str, tuple[Phase, int]] = {
     "step": ("step", 6),
     "eval": ("eval", EVALUATED_AT),
     "save": ("save", 8),
-    "vote": ("vote", 9),
+    "vote": ("vote", 10),
     "final": ("final", STEPS),
 }
 """Phase and step of each place, in the order in which a run comes by."""

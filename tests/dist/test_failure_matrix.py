@@ -193,12 +193,13 @@ def _became(cell: Cell, at: float, events: list[dict[str, Any]]) -> Became:
 
 def _past_at(cell: Cell, events: list[dict[str, Any]]) -> float | None:
     """When the run had got past the fault for good, or had stopped."""
-    by_phase = {"load": "model", "eval": "eval", "save": "save", "final": "finish"}
+    by_phase = {"load": "model", "eval": "eval", "final": "finish"}
     kind = "stop" if cell.tier == "stop" else by_phase.get(cell.phase, "step")
     # What was done before the last restart does not count: a peer may have stepped when a rank died in the step.
     again = max((number for number, event in enumerate(events) if event["kind"] == "respawn"), default=0)
     past = (event for event in events[again:] if event["kind"] == kind)
-    return next((event["time"] for event in past if kind in ("model", "stop") or event["step"] >= cell.step), None)
+    least = cell.step + 1 if cell.phase == "save" else cell.step  # a save is written while training goes on
+    return next((event["time"] for event in past if kind in ("model", "stop") or event["step"] >= least), None)
 
 
 def _differs(run: Finished, undisturbed: Finished, ranks: int) -> tuple[str, ...]:

@@ -66,7 +66,8 @@ def test_places_come_in_the_order_of_their_steps() -> None:
         ("step", (4, 2)),
         ("eval", (6, 4)),
         ("save", (6,)),
-        ("final", (10,)),
+        ("vote", (8, 6)),
+        ("final", (11,)),
     ],
 )
 def test_the_checkpoints_that_a_restart_may_go_on_from(place: str, resumed_steps: tuple[int, ...]) -> None:
