@@ -22,13 +22,14 @@ from runs import Finished, command, config_of, environment, launch
 
 pytestmark = pytest.mark.timeout(300)
 
-DISK_S = 2.0
+DISK_S = 4.0
+"""More than two steps take on a loaded machine."""
 SLOW_DISK = Path(__file__).resolve().parents[1] / "slow_disk"
 
 
-def slow_disk(seconds: float = DISK_S) -> dict[str, str]:
+def slow_disk() -> dict[str, str]:
     path = os.pathsep.join(filter(None, (str(SLOW_DISK), os.environ.get("PYTHONPATH"))))
-    return {"PYTHONPATH": path, "ALLRANKS_TEST_DISK_S": str(seconds)}
+    return {"PYTHONPATH": path, "ALLRANKS_TEST_DISK_S": str(DISK_S)}
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +64,7 @@ def test_what_is_written_is_the_step_that_was_saved(profile: str, tiny_llama_dir
     still = launch(config(tiny_llama_dir, folder, f"{profile}-still", steps=2), folder, profile=profile, ranks=2)
     assert still.status == 0, still.output
     name = f"{profile}-going-on"
-    run = launch(config(tiny_llama_dir, folder, name, steps=6), folder, profile=profile, ranks=2, more_env=slow_disk())
+    run = launch(config(tiny_llama_dir, folder, name, steps=4), folder, profile=profile, ranks=2, more_env=slow_disk())
     assert run.status == 0, run.output
     assert run.losses()[:2] == still.losses()
 
@@ -76,18 +77,16 @@ def test_what_is_written_is_the_step_that_was_saved(profile: str, tiny_llama_dir
     _, later = checkpoint(run.run_dir, 4)
     assert any(not torch.equal(later[tensor], wanted[tensor]) for tensor in wanted)
 
-    saves = run.events("save")
-    assert [event["step"] for event in saves] == [2, 4, 6]
-    assert all(event["seconds"] >= DISK_S for event in saves)
-    first, second, last = saves
+    first, last = run.events("save")
+    assert (first["step"], last["step"]) == (2, 4)
+    assert min(first["seconds"], last["seconds"]) >= DISK_S
     assert first["blocked_s"] < DISK_S / 2  # nobody waited for the disk
-    assert DISK_S / 4 < second["blocked_s"] < 2 * DISK_S  # for the rest of the write before it
-    assert last["blocked_s"] > DISK_S  # the exit code speaks for this one
+    assert last["blocked_s"] > 1.25 * DISK_S  # for the rest of the write before it, and for its own: the run ends here
     made_meanwhile = [e["step"] for e in run.events("step") if first["time"] - DISK_S < e["time"] < first["time"]]
     assert {3, 4} <= set(made_meanwhile)
-    notes = [event["message"] for event in run.events("note") if "waited" in event["message"]]
-    assert [note.partition(" waited ")[0] for note in notes] == ["the save after step 4", "the save after step 6"]
-    assert "until that of step 2 was written" in notes[0]
+    (note,) = [event["message"] for event in run.events("note") if " waited " in event["message"]]
+    assert note.startswith("the save after step 4 waited ")
+    assert "until that of step 2 was written" in note
 
 
 def test_a_death_while_a_save_is_written_goes_back_to_the_one_before(tiny_llama_dir: Path, folder: Path) -> None:
@@ -149,7 +148,7 @@ def test_a_job_killed_while_it_writes_resumes_from_the_checkpoint_before(tiny_ll
     log = folder / "all-killed.log"
     with (
         log.open("wb") as out,
-        subprocess.Popen(argv, env=environment(**slow_disk(4.0)), stdout=out, stderr=out, cwd=folder) as job,
+        subprocess.Popen(argv, env=environment(**slow_disk()), stdout=out, stderr=out, cwd=folder) as job,
     ):
         try:
             until = time.monotonic() + 120
