@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
     # Only now: what the libraries say while they load belongs into the log.
     from allranks.coordinator.agreement import ControlPlaneLost
     from allranks.train.bare import start_bare
-    from allranks.train.leaving import lost, process_status
+    from allranks.train.leaving import failed, lost, process_status
     from allranks.train.main import run
     from allranks.train.process import join, joined_control, leave
     from allranks.train.quiet import quiet
@@ -58,6 +58,8 @@ def main(argv: list[str] | None = None) -> int:
         except AllranksError as error:
             print(error, file=sys.stderr, flush=True)
             return int(error.exit_code)
+        except Exception:
+            failed()
 
 
 if __name__ == "__main__":

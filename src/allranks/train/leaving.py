@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import time
+import traceback
 from dataclasses import replace
 from typing import NoReturn
 
@@ -89,6 +90,17 @@ def leave_for_peers(ctx: Context) -> NoReturn:
 def process_status(rank: Rank, code: ExitCode) -> int:
     """What this process returns: under our launcher 0, for torchelastic would restart the ranks for anything else."""
     return 0 if rank.environment.under_launcher else int(code)
+
+
+def failed() -> NoReturn:
+    """The end of a rank on an exception that nobody expected, which is being handled.
+
+    Torch's threads may abort a process that takes itself down while they run, and that would be told instead.
+    """
+    traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(int(ExitCode.CRASH))
 
 
 def lost(error: ControlPlaneLost) -> NoReturn:
