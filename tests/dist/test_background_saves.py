@@ -110,6 +110,21 @@ def test_a_death_while_a_save_is_written_goes_back_to_the_one_before(tiny_llama_
     assert not list((run.run_dir / "checkpoints").glob("*.unfinished"))
 
 
+def test_a_rank_that_loses_its_peer_lets_the_save_under_way_end(tiny_llama_dir: Path, folder: Path) -> None:
+    run = launch(
+        config(tiny_llama_dir, folder, "peer-killed", steps=6),
+        folder,
+        profile="ddp",
+        ranks=2,
+        inject=("rank=1,step=5,phase=forward,kind=sigkill",),
+        more_env=slow_disk(),
+    )
+    assert run.status == 0, run.output
+    (death,) = run.events("respawn")
+    assert (death["failed_rank"], death["resumed_step"], death["abandoned_steps"]) == (1, 4, [])
+    assert sorted(run.committed()) == [1, 2, 3, 4, 5, 6]
+
+
 def test_a_restart_that_all_ranks_agree_on_waits_for_the_save_under_way(tiny_llama_dir: Path, folder: Path) -> None:
     run = launch(
         config(tiny_llama_dir, folder, "agreed", steps=6),

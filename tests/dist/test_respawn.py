@@ -29,7 +29,8 @@ class Case:
         faults: what is injected, and after which step all ranks go on again, in their order.
         kind: of the first death, as the event has it.
         failed_rank: whose failure the first death was.
-        resumed: committed step of the checkpoint that each restart went on from.
+        resumed: committed step of the checkpoint that each restart went on from. No fault is in the first step after a
+            save: it could come before the checkpoint counts.
     """
 
     profile: str
@@ -70,7 +71,7 @@ CASES = [
     Case(
         profile="zero3",
         ranks=2,
-        faults=("rank=0,step=7,phase=backward,kind=exit", "rank=1,step=3,phase=save,kind=sigkill"),
+        faults=("rank=0,step=8,phase=backward,kind=exit", "rank=1,step=3,phase=save,kind=sigkill"),
         kind="killed",
         failed_rank=1,
         resumed=(0, 6),
@@ -79,7 +80,7 @@ CASES = [
         Case(
             profile="fsdp",
             ranks=2,
-            faults=("rank=1,step=4,phase=backward,kind=alloc", "rank=0,step=4,phase=backward,kind=oom"),
+            faults=("rank=1,step=5,phase=backward,kind=alloc", "rank=0,step=5,phase=backward,kind=oom"),
             kind="",
             failed_rank=-1,
             resumed=(3,),
@@ -90,7 +91,7 @@ CASES = [
         Case(
             profile="single",
             ranks=1,
-            faults=("rank=0,step=7,phase=backward,kind=exit",),
+            faults=("rank=0,step=8,phase=backward,kind=exit",),
             kind="native_exit",
             failed_rank=0,
             resumed=(6,),
@@ -111,7 +112,7 @@ CASES = [
     Case(
         profile="ddp",
         ranks=2,
-        faults=("rank=0,step=4,phase=reduce,kind=error",),
+        faults=("rank=0,step=5,phase=reduce,kind=error",),
         kind="size_mismatch",
         failed_rank=0,
         resumed=(3,),

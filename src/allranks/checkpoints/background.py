@@ -105,6 +105,14 @@ class BackgroundWriter:
             self._thread.join()  # only then is the snapshot gone
             self._thread = None
 
+    def let_end(self, limit_s: float) -> None:
+        """Return when nothing is being written any more, or after `limit_s` seconds; for a rank that leaves, from any
+        of its threads.
+        """
+        thread = self._thread
+        if thread is not None:
+            thread.join(limit_s)
+
     def take(self) -> Saved | None:
         """The checkpoint that has been published since the last call, once; None if there is none."""
         saved = self._saved

@@ -116,7 +116,7 @@ class Liveness:
             self._concluded.wait(_WRITE_S + _ANSWER_S + 2 * self._interval_s)
 
     def kill_not_answering(self, hung: Hung) -> tuple[int, ...]:
-        """End with SIGKILL the ranks of this host that don't answer or are stopped, if this is its lowest rank that does.
+        """End with SIGKILL the ranks of this host that don't answer or are stopped: its lowest rank that answers does.
 
         The others end themselves, in their `on_hang`. Nobody has to wait until a stopped process heeds SIGTERM.
 

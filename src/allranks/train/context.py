@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from allranks.checkpoints.background import BackgroundWriter
 from allranks.coordinator.agreement import ControlPlane
 from allranks.coordinator.attempt import AttemptKey, AttemptPhase, Failed, FailureFlag
 from allranks.coordinator.failure import FailureRecord
@@ -49,7 +50,8 @@ class Context:
         policy: caps and what is known about them; the same on all ranks.
         committed_step: last optimizer step made; the same on all ranks.
         lockstep: forward and backward contain collectives, so a failure in them can't be voted on.
-        signalled: names of the stop signals that this process got.
+        writer: writes checkpoints while training goes on, on rank 0.
+        signalled: why this process was asked to stop: names of signals, or that a save failed.
     """
 
     plan: Plan
@@ -71,6 +73,7 @@ class Context:
     liveness: Liveness | None = None
     committed_step: int = 0
     lockstep: bool = False
+    writer: BackgroundWriter = field(default_factory=BackgroundWriter)
     signalled: list[str] = field(default_factory=list)
     started: float = field(default_factory=time.monotonic)
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from allranks.batches.order import SampleOrder
 from allranks.batches.split import Cost
-from allranks.checkpoints.background import BackgroundWriter
 from allranks.checkpoints.store import CheckpointStore
 from allranks.data.prepare import PreparedData
 from allranks.strategies.base import Strategy
@@ -69,8 +68,7 @@ class Job:
         cost: of a sample, for the split.
         total_steps: optimizer steps of the run.
         scale: loss scale (fp16).
-        store: checkpoints; while `writer` is busy, its alone.
-        writer: writes them, on rank 0.
+        store: checkpoints; while the writer of the context is busy, its alone.
         saving: the save on whose end the ranks have not agreed yet; the same on all of them but for its times.
         checkpointing: the model recomputes activations in backward.
         position: how far the run is.
@@ -95,7 +93,6 @@ class Job:
     store: CheckpointStore
     checkpointing: bool
     position: Position
-    writer: BackgroundWriter = field(default_factory=BackgroundWriter)
     saving: SaveUnderWay | None = None
     earlier_s: float = 0.0
     eval_loss_before: float | None = None

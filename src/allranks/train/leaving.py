@@ -23,6 +23,8 @@ from allranks.train.together import last_words
 from allranks.verdict import Verdict, write_verdict
 
 _AFTER_YOU_S = 1.0
+_END_OF_A_SAVE_S = 20.0
+"""For a save under way, so that it counts; torchelastic kills 30 s after it has asked a rank to end."""
 
 
 def verdict_of(reason: str, message: str, exit_code: ExitCode, step: int) -> Verdict:
@@ -41,6 +43,7 @@ def leave_as_declared(ctx: Context, declared: Declared) -> NoReturn:
     if ctx.is_main:
         write_verdict(ctx.run_dir, verdict)
         ctx.console.say(f"{verdict.reason}: {verdict.message}")
+    let_a_save_end(ctx)
     sys.stdout.flush()
     os._exit(process_status(ctx.rank, verdict.exit_code))
 
@@ -67,8 +70,14 @@ def leave_hung(ctx: Context, hung: Hung) -> NoReturn:
     ctx.liveness.kill_not_answering(hung)
     if ctx.can_respawn:
         start_again(ctx, hung.message)
+    let_a_save_end(ctx)
     sys.stdout.flush()
     os._exit(process_status(ctx.rank, ExitCode.RANK_LOST))
+
+
+def let_a_save_end(ctx: Context) -> None:
+    """Wait, not for ever, for a checkpoint that is being written: once it is whole, it counts."""
+    ctx.writer.let_end(_END_OF_A_SAVE_S)
 
 
 def start_again(ctx: Context, message: str) -> NoReturn:
@@ -76,6 +85,7 @@ def start_again(ctx: Context, message: str) -> NoReturn:
     ctx.page.leave("respawn")
     if ctx.is_main:
         ctx.console.say(f"{message}; all ranks start again")
+    let_a_save_end(ctx)
     sys.stdout.flush()
     os._exit(RESPAWN_STATUS)
 
@@ -83,6 +93,7 @@ def start_again(ctx: Context, message: str) -> NoReturn:
 def leave_for_peers(ctx: Context) -> NoReturn:
     """Another rank has died, and whoever started the ranks ends the others to start all of them again."""
     ctx.page.leave("another rank died")
+    let_a_save_end(ctx)
     sys.stdout.flush()
     os._exit(int(ExitCode.RANK_LOST))
 

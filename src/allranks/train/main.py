@@ -20,7 +20,14 @@ from allranks.plan.plan import Plan
 from allranks.train.console import Console
 from allranks.train.context import Context
 from allranks.train.finishing import finish
-from allranks.train.leaving import leave_as_declared, leave_for_peers, leave_hung, start_again, verdict_of
+from allranks.train.leaving import (
+    leave_as_declared,
+    leave_for_peers,
+    leave_hung,
+    let_a_save_end,
+    start_again,
+    verdict_of,
+)
 from allranks.train.loop import train
 from allranks.train.memory import MemoryMeter
 from allranks.train.process import Rank
@@ -69,6 +76,7 @@ def run(plan: Plan, rank: Rank, control: ControlPlane, launch: int) -> ExitCode:
         if ctx.liveness is not None:
             ctx.liveness.give_way()
         ctx.page.leave("lost its peers")
+        let_a_save_end(ctx)
         raise
     if ctx.is_main:
         write_verdict(ctx.run_dir, verdict)

@@ -54,7 +54,7 @@ def save(ctx: Context, job: Job, *, wait: bool) -> None:
 
     snapshot, _ = together(ctx, "save", step, gather, collective=ctx.world_size > 1 and job.strategy.gathers)
     if snapshot is not None:
-        job.writer.begin(job.store, snapshot, on_failure=lambda: ctx.signalled.append(_SAVE_FAILED))
+        ctx.writer.begin(job.store, snapshot, on_failure=lambda: ctx.signalled.append(_SAVE_FAILED))
         del snapshot
     job.saving = SaveUnderWay(step=step, due=due, began=began)
     if wait:
@@ -66,7 +66,7 @@ def save(ctx: Context, job: Job, *, wait: bool) -> None:
 
 def tell_saved(ctx: Context, job: Job) -> None:
     """Say that the save under way has been published, once; on rank 0, and no matter for the others."""
-    saved = job.writer.take()
+    saved = ctx.writer.take()
     if saved is None:
         return
     assert job.saving is not None
@@ -91,14 +91,14 @@ def leave_nothing_unwritten(ctx: Context, job: Job, leaving: StopTraining | Resp
     if ctx.is_main:
         _wait(ctx, job)
         tell_saved(ctx, job)
-        if job.writer.failure is not None:
-            ctx.note(str(job.writer.failure))
+        if ctx.writer.failure is not None:
+            ctx.note(str(ctx.writer.failure))
     if isinstance(leaving, RespawnNow):
         ctx.control.exchange([])  # the first one to leave takes the others along
 
 
 def _end_the_one_before(ctx: Context, job: Job) -> None:
-    before, at_work, began = job.saving, job.writer.busy, time.monotonic()
+    before, at_work, began = job.saving, ctx.writer.busy, time.monotonic()
     if before is None:
         return
     _end(ctx, job)
@@ -121,8 +121,8 @@ def _end(ctx: Context, job: Job) -> None:
         at.enter("write")
         if ctx.is_main:
             _wait(ctx, job)
-            if job.writer.failure is not None:
-                raise job.writer.failure
+            if ctx.writer.failure is not None:
+                raise ctx.writer.failure
 
     try:
         together(ctx, "save", job.position.step, end)
@@ -132,7 +132,7 @@ def _end(ctx: Context, job: Job) -> None:
 
 
 def _wait(ctx: Context, job: Job) -> None:
-    job.writer.wait(lambda: ctx.entered("write", job.position.step, 0, 0))
+    ctx.writer.wait(lambda: ctx.entered("write", job.position.step, 0, 0))
 
 
 def train_state(ctx: Context, job: Job) -> TrainState:
