@@ -98,7 +98,7 @@ def _write_logits(path: str) -> None:
     worker_main.train = watched
 
 
-def main() -> int:
+def main() -> None:
     """Run one rank."""
     from allranks.train import step, together
     from allranks.train.__main__ import main as worker
@@ -114,8 +114,8 @@ def main() -> int:
     together.print_traceback = noted
     if "logits" in wanted:
         _write_logits(wanted["logits"])
-    return worker(sys.argv[1:])
+    worker(sys.argv[1:])
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -107,12 +107,12 @@ class Worker:
         return tally
 
 
-def worker() -> int:
+def worker() -> None:
     """Run one rank."""
     from allranks.train.__main__ import main as real
 
     Worker(Path(os.environ["ALLRANKS_BENCH"])).patch()
-    return real(sys.argv[1:])
+    real(sys.argv[1:])
 
 
 def summary(noted: dict[str, Any]) -> dict[str, Any]:
@@ -206,5 +206,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     if "ALLRANKS_BENCH" in os.environ:
-        sys.exit(worker())
+        worker()
     main()

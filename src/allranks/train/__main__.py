@@ -7,9 +7,11 @@ Under `allranks run` it is given a run directory with a plan in it. By itself,
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from contextlib import ExitStack
 from pathlib import Path
+from typing import NoReturn
 
 from allranks import environment
 from allranks.errors import AllranksError
@@ -20,8 +22,19 @@ from allranks.rundir import launch_log_path
 _ORPHAN_GRACE_S = 60.0
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run one rank; the exit status of the process."""
+def main(argv: list[str] | None = None) -> NoReturn:
+    """Run one rank, and end its process.
+
+    Without Python's own way out: the threads of torch's stores and groups, which it would take down wherever they are,
+    abort a process whose work is done.
+    """
+    status = _status(argv)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _status(argv: list[str] | None) -> int:
     parser = argparse.ArgumentParser(prog="python -m allranks.train", description="One rank of a training run.")
     parser.add_argument("config", nargs="?", type=Path, help="run.yaml, without `allranks run`")
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
@@ -63,4 +76,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
