@@ -262,4 +262,6 @@ def test_ranks_that_die_before_they_have_joined_are_not_started_for_ever(tiny_ll
     run = launch(config, folder, profile="zero2", ranks=2, more_env={"PYTHONPATH": str(broken)})
     assert run.status == 5, run.output
     assert "a broken installation" in run.output
-    assert run.output.count("all ranks are started again") <= 1
+    # They die faster than the launcher looks, so torchelastic may be one start ahead of it.
+    assert run.output.count("all ranks are started again") <= 2
+    assert len(list((run.run_dir / "logs").glob("*/torchrun/*/attempt_*"))) <= 3
