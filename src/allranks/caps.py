@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from allranks.units import plural
+
 
 @dataclass(frozen=True, kw_only=True)
 class Caps:
@@ -17,6 +19,11 @@ class Caps:
 
     max_samples: int
     max_tokens: int | None
+
+    def words(self) -> str:
+        """Both limits, e.g. ``at most 2 samples and 190 tokens per micro-batch``."""
+        tokens = "" if self.max_tokens is None else f" and {plural(self.max_tokens, 'token')}"
+        return f"at most {plural(self.max_samples, 'sample')}{tokens} per micro-batch"
 
     def within(self, other: Caps) -> Caps:
         """The smaller of the two in each respect."""

@@ -136,13 +136,13 @@ class BackgroundWriter:
             return self._written(store, snapshot)
         except StorageError:
             raise
-        except Exception:
+        except Exception:  # in a thread nobody else would hear of it: a MemoryError, say, may pass
             traceback.print_exc()
         try:
             return self._written(store, snapshot)
         except StorageError:
             raise
-        except Exception as error:
+        except Exception as error:  # the main thread raises it, so that all ranks stop with a message
             raise StorageError(
                 f"the checkpoint of step {snapshot.state.step} could not be written, twice: "
                 f"{type(error).__name__}: {error}\n"

@@ -75,7 +75,7 @@ def write_adapter(
             final.rename(replaced)
         fresh.rename(final)
         fsync_folder(run_dir)
-    except Exception as error:
+    except Exception as error:  # whatever it was, the earlier adapter comes back; all but OSError goes on as it is
         if replaced.exists() and not final.exists():
             replaced.rename(final)
         shutil.rmtree(fresh, ignore_errors=True)

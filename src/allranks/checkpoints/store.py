@@ -150,7 +150,7 @@ class CheckpointStore:
             moved()
             fsync_folder(self.folder)
             moved()
-        except Exception as error:
+        except Exception as error:  # whatever it was, no partial folder stays; all but OSError goes on as it is
             self._remove(name)
             if isinstance(error, OSError):
                 raise self._not_written(state.step, folder, needed, error) from error

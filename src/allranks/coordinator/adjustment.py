@@ -8,7 +8,7 @@ from typing import Literal
 from allranks.caps import Caps
 from allranks.coordinator.ballots import Tally
 from allranks.coordinator.policy_state import PolicyState
-from allranks.units import human_bytes, plural
+from allranks.units import human_bytes
 
 PRESSED_STEPS = 3
 """So many steps in which the allocator had to free its cache are pressure."""
@@ -69,7 +69,7 @@ def _under_pressure(state: PolicyState, step: int, largest_tokens: int) -> Adjus
         state=replace(state, train=replace(state.train, caps=smaller), growth=state.growth.shrunk(step)),
         reason="pressure",
         message=f"the GPU memory is so full that its allocator had to free its cache in {PRESSED_STEPS} of the last "
-        f"{PRESSURE_WINDOW_STEPS} steps; from here on {_words(smaller)}",
+        f"{PRESSURE_WINDOW_STEPS} steps; from here on {smaller.words()}",
     )
 
 
@@ -92,10 +92,5 @@ def _with_room(state: PolicyState, tally: Tally, step: int, largest_tokens: int,
         state=replace(state, train=replace(state.train, caps=larger), growth=state.growth.grown(step)),
         reason="headroom",
         message=f"after step {step} every rank had at least {human_bytes(tally.headroom_bytes or 0)} of GPU memory to "
-        f"spare; from here on {_words(larger)}",
+        f"spare; from here on {larger.words()}",
     )
-
-
-def _words(caps: Caps) -> str:
-    tokens = "" if caps.max_tokens is None else f" and {plural(caps.max_tokens, 'token')}"
-    return f"at most {plural(caps.max_samples, 'sample')}{tokens} per micro-batch"

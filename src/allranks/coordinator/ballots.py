@@ -259,8 +259,8 @@ class Tally:
 
         What an attempt needs beyond what was held before it is taken to be proportional to its tokens.
         """
-        factors = [_growth_factor(ballot) for ballot in self.ballots]
-        return min((factor for factor in factors if factor is not None), default=None) if None not in factors else None
+        known = [factor for ballot in self.ballots if (factor := _growth_factor(ballot)) is not None]
+        return min(known) if len(known) == len(self.ballots) else None
 
     @property
     def stop_requested(self) -> bool:

@@ -15,7 +15,6 @@ from allranks.coordinator.kinds import TRAITS, FailureKind, Severity
 from allranks.coordinator.policy_state import LEAK_WINDOW_STEPS, PolicyState
 from allranks.coordinator.words import what_failed
 from allranks.errors import ExitCode, StopTraining
-from allranks.units import plural
 
 LEAK_FAILURES = 4
 """So many memory failures within `LEAK_WINDOW_STEPS` without any growth in work are a leak."""
@@ -182,8 +181,7 @@ def _shrink(
         state = replace(state, growth=state.growth.shrunk(tally.committed_step))
     return Retry(
         state=state,
-        message=f"{what}; all ranks retry with at most {plural(side.caps.max_samples, 'sample')} and "
-        f"{plural(side.caps.max_tokens or 0, 'token')} per micro-batch",
+        message=f"{what}; all ranks retry with {side.caps.words()}",
     )
 
 

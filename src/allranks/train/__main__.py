@@ -7,7 +7,6 @@ Under `allranks run` it is given a run directory with a plan in it. By itself,
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -23,15 +22,11 @@ _ORPHAN_GRACE_S = 60.0
 
 
 def main(argv: list[str] | None = None) -> NoReturn:
-    """Run one rank, and end its process.
-
-    Without Python's own way out: the threads of torch's stores and groups, which it would take down wherever they are,
-    abort a process whose work is done.
-    """
+    """Run one rank, and end its process."""
     status = _status(argv)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+    from allranks.train.leaving import end_process
+
+    end_process(status)
 
 
 def _status(argv: list[str] | None) -> int:

@@ -44,8 +44,7 @@ def leave_as_declared(ctx: Context, declared: Declared) -> NoReturn:
         write_verdict(ctx.run_dir, verdict)
         ctx.console.say(f"{verdict.reason}: {verdict.message}")
     let_a_save_end(ctx)
-    sys.stdout.flush()
-    os._exit(process_status(ctx.rank, verdict.exit_code))
+    end_process(process_status(ctx.rank, verdict.exit_code))
 
 
 def leave_hung(ctx: Context, hung: Hung) -> NoReturn:
@@ -71,8 +70,7 @@ def leave_hung(ctx: Context, hung: Hung) -> NoReturn:
     if ctx.can_respawn:
         start_again(ctx, hung.message)
     let_a_save_end(ctx)
-    sys.stdout.flush()
-    os._exit(process_status(ctx.rank, ExitCode.RANK_LOST))
+    end_process(process_status(ctx.rank, ExitCode.RANK_LOST))
 
 
 def let_a_save_end(ctx: Context) -> None:
@@ -86,16 +84,14 @@ def start_again(ctx: Context, message: str) -> NoReturn:
     if ctx.is_main:
         ctx.console.say(f"{message}; all ranks start again")
     let_a_save_end(ctx)
-    sys.stdout.flush()
-    os._exit(RESPAWN_STATUS)
+    end_process(RESPAWN_STATUS)
 
 
 def leave_for_peers(ctx: Context) -> NoReturn:
     """Another rank has died, and whoever started the ranks ends the others to start all of them again."""
     ctx.page.leave("another rank died")
     let_a_save_end(ctx)
-    sys.stdout.flush()
-    os._exit(int(ExitCode.RANK_LOST))
+    end_process(ExitCode.RANK_LOST)
 
 
 def process_status(rank: Rank, code: ExitCode) -> int:
@@ -103,15 +99,21 @@ def process_status(rank: Rank, code: ExitCode) -> int:
     return 0 if rank.environment.under_launcher else int(code)
 
 
-def failed() -> NoReturn:
-    """The end of a rank on an exception that nobody expected, which is being handled.
+def end_process(status: int) -> NoReturn:
+    """The only way in which a rank ends its process.
 
-    Torch's threads may abort a process that takes itself down while they run, and that would be told instead.
+    Not Python's own: the threads of torch's stores and groups, which it would take down wherever they are, abort a
+    process whose work is done, or hide what it died of.
     """
-    traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(int(ExitCode.CRASH))
+    os._exit(status)
+
+
+def failed() -> NoReturn:
+    """The end of a rank on an exception that nobody expected, which is being handled."""
+    traceback.print_exc()
+    end_process(ExitCode.CRASH)
 
 
 def lost(error: ControlPlaneLost) -> NoReturn:
@@ -119,4 +121,4 @@ def lost(error: ControlPlaneLost) -> NoReturn:
     print(f"rank lost: {error}", file=sys.stderr, flush=True)
     # Torchelastic names the one rank that it saw dead first: that shall be the peer. It then ends this one, sooner.
     time.sleep(_AFTER_YOU_S)
-    os._exit(int(ExitCode.RANK_LOST))
+    end_process(ExitCode.RANK_LOST)
