@@ -6,6 +6,10 @@ Two ranks (on one GPU over gloo if there is one card) train in blocks of steps. 
 attempts, votes, failure flag, progress page and liveness thread are taken out and only its forward, backward, reduction
 and optimizer step are left. The result is the ratio of neighbouring blocks. In a third kind of block the ranks wait for
 each other just before each vote, so that the vote alone is timed. Writes one JSON file.
+
+    python benchmarks/overhead.py --shape llama3-8b --of history --out benchmarks/results
+
+measures `oom.memory_history` in the same way: with and without the record of the allocator's last 100,000 events.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -42,11 +47,44 @@ class Worker:
 
     def __init__(self, out: Path) -> None:
         self.out = out.with_name(f"{out.name}.rank{os.environ['RANK']}")
-        self.kind = "with"
+        self.kind = ""
         self.votes: list[float] = []
         self.commits: list[tuple[int, str, float]] = []
 
-    def patch(self) -> None:
+    def patch(self, of: str) -> None:
+        """Put switches into the loop."""
+        if of == "history":
+            self.note_commits(self.record_history)
+        else:
+            self.note_commits()
+            self.patch_coordinator()
+
+    def note_commits(self, also: Callable[[str], None] = lambda _kind: None) -> None:
+        """Write down when each step was committed, and tell `also` the kind of the next one."""
+        from allranks.train import loop
+
+        commit = loop._commit
+
+        def noted_commit(ctx: Any, job: Any, ids: Any, reduced: Any, *, seconds: float) -> None:
+            commit(ctx, job, ids, reduced, seconds=seconds)
+            if ctx.rank.device.type == "cuda":
+                torch.cuda.synchronize()
+            step = job.position.step
+            self.commits.append((step, kind_of(step), time.perf_counter()))
+            self.out.write_text(json.dumps({"votes": self.votes, "commits": self.commits}), encoding="utf-8")
+            also(kind_of(step + 1))
+
+        loop._commit = noted_commit  # type: ignore[assignment]
+
+    def record_history(self, kind: str) -> None:
+        """As `allranks.train.snapshot` does it, from the next step on."""
+        if kind != self.kind and torch.cuda.is_available():
+            torch.cuda.memory._record_memory_history(
+                enabled="all" if kind == "with" else None, context="alloc", stacks="python", max_entries=100_000
+            )
+        self.kind = kind
+
+    def patch_coordinator(self) -> None:
         """Put switches where the loop calls the coordinator."""
         from allranks.coordinator.ballots import Ballot, StepTally, Tally
         from allranks.coordinator.liveness import Liveness
@@ -55,7 +93,7 @@ class Worker:
 
         together, half_done, vote_two = step.together, step.half_done, step.vote_two
         vote_one = sys.modules["allranks.train.together"].vote_one
-        look, notice, commit = Liveness._look, Liveness._notice, loop._commit
+        look, notice = Liveness._look, Liveness._notice
 
         def bare_together(ctx: Any, phase: Any, number: int, work: Any, *, collective: bool = False) -> Any:
             self.kind = kind_of(number)
@@ -82,15 +120,8 @@ class Worker:
         def bare_notice(liveness: Any) -> Any:
             return liveness._pulse.place() if self.kind == "without" else notice(liveness)
 
-        def noted_commit(ctx: Any, job: Any, ids: Any, reduced: Any, *, seconds: float) -> None:
-            commit(ctx, job, ids, reduced, seconds=seconds)
-            if ctx.rank.device.type == "cuda":
-                torch.cuda.synchronize()
-            self.commits.append((job.position.step, kind_of(job.position.step), time.perf_counter()))
-            self.out.write_text(json.dumps({"votes": self.votes, "commits": self.commits}), encoding="utf-8")
-
         step.together, step.half_done, step.vote_two = bare_together, bare_half_done, bare_vote_two  # type: ignore[assignment]
-        loop.half_done, loop._commit = bare_half_done, noted_commit  # type: ignore[attr-defined,assignment]
+        loop.half_done = bare_half_done  # type: ignore[attr-defined]
         Liveness._look, Liveness._notice = bare_look, bare_notice  # type: ignore[method-assign,assignment]
         sys.modules["allranks.train.together"].vote_one = lambda control, ballot: self.timed(  # type: ignore[attr-defined]
             control, lambda: vote_one(control, ballot)
@@ -111,7 +142,8 @@ def worker() -> None:
     """Run one rank."""
     from allranks.train.__main__ import main as real
 
-    Worker(Path(os.environ["ALLRANKS_BENCH"])).patch()
+    of, _, out = os.environ["ALLRANKS_BENCH"].partition(":")
+    Worker(Path(out)).patch(of)
     real(sys.argv[1:])
 
 
@@ -139,8 +171,11 @@ def summary(noted: dict[str, Any]) -> dict[str, Any]:
         "pairs": len(ratios),
         "overhead_percent_median": round(100 * (statistics.median(ratios) - 1), 3),
         "overhead_percent_quartiles": [round(100 * (q - 1), 3) for q in statistics.quantiles(ratios, n=4)],
-        "votes": len(votes),
-        "milliseconds_of_both_votes_median": round(2000 * statistics.median(votes), 3),
+        **(
+            {"votes": len(votes), "milliseconds_of_both_votes_median": round(2000 * statistics.median(votes), 3)}
+            if votes
+            else {}
+        ),
     }
 
 
@@ -148,6 +183,7 @@ def main() -> None:
     """Make the model, run it, and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=list(SHAPES), required=True)
+    parser.add_argument("--of", choices=("coordinator", "history"), default="coordinator")
     parser.add_argument("--profile", default="ddp")
     parser.add_argument("--pairs", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=1000, help="of each sample, about")
@@ -185,7 +221,7 @@ def main() -> None:
     argv += ["--config_file", str(ROOT / f"profiles/{arguments.profile}.yaml"), "--num_processes", "2"]
     argv += ["--main_process_port", str(port), str(Path(__file__).resolve()), str(file_of_run)]
     noted = work / "noted"
-    subprocess.run(argv, env={**os.environ, "ALLRANKS_BENCH": str(noted)}, check=True, cwd=work)
+    subprocess.run(argv, env={**os.environ, "ALLRANKS_BENCH": f"{arguments.of}:{noted}"}, check=True, cwd=work)
     from allranks.train.versions import versions
 
     result = {
@@ -199,7 +235,7 @@ def main() -> None:
         },
     }
     arguments.out.mkdir(parents=True, exist_ok=True)
-    target = arguments.out / f"overhead-{arguments.shape}-{arguments.profile}.json"
+    target = arguments.out / f"overhead-{arguments.of}-{arguments.shape}-{arguments.profile}.json"
     target.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(result["ranks"], indent=1))
 

@@ -6,19 +6,21 @@ One run of `allranks drill` per profile, all at the same time, of two ranks each
 there is only one. The faults are `alloc`, the allocator's own refusal of a request for more than the device has, in
 forward, backward and the optimizer step in turn, on either rank, `--apart` steps from one another: four unexplained
 failures within 100 steps would be called a leak. With `--one-by-one` the runs follow each other and the times mean
-something: seconds from a failure to the retry (`ddp`, `zero2`), or to the first step of the ranks that were started
-again, as a multiple of the cold start of the same run. Writes one JSON file.
+something: seconds from the fault to the retry, or to the first step of the ranks that were started again, as a multiple
+of the cold start of the same run. The moment of a fault is that of the mark which the injector leaves just before it:
+these times hold the handling of the exception and the snapshot of the memory. Writes one JSON file.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import statistics
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +71,8 @@ def run(
         "oom": {"max_respawns": 10 * len(planned)},
         "output": {"dir": str(work / "runs"), "name": profile, "save_steps": max(1, apart // 4)},
     }
+    run_dir = work / "runs" / f"{profile}-drill"
+    shutil.rmtree(run_dir, ignore_errors=True)
     file = work / f"{profile}.yaml"
     file.write_text(yaml.safe_dump(config), encoding="utf-8")
     argv = [str(Path(sys.executable).with_name("allranks")), "drill", str(file), "--profile", profile]
@@ -83,7 +87,6 @@ def run(
             ).returncode
         except subprocess.TimeoutExpired:
             status = f"not ended after {limit_s:.0f} s"
-    run_dir = work / "runs" / f"{profile}-drill"
     if not (run_dir / "events" / "rank1.jsonl").exists():
         return {
             "profile": profile,
@@ -96,42 +99,46 @@ def run(
 def measured(run_dir: Path, planned: list[dict[str, Any]], steps: int, began: float) -> dict[str, Any]:
     """What became of the faults, from the events of both ranks."""
     by_rank = [list(read_events(run_dir, rank)) for rank in range(2)]
-    events = sorted((event for mine in by_rank for event in mine), key=lambda event: float(event["time"]))
     main = by_rank[0]
-    failures = [event for event in events if event["kind"] == "failure"]
     first_step = next((event["time"] for event in main if event["kind"] == "step"), None)
     cold_start_s = None if first_step is None else first_step - began
     retries, restarts, finished = [], [], []
-    for failure in failures:
-        later = [event for event in main if event["time"] >= failure["time"]]
+    for mark in sorted((run_dir / "injected").glob("L*/*"), key=lambda mark: mark.stat().st_mtime):
+        at = mark.stat().st_mtime
+        later = [event for event in main if event["time"] >= at]
         answer = next((event for event in later if event["kind"] in ("retry", "respawn", "stop")), None)
         again = next((event for event in later if event["kind"] == "step"), None)
         if answer is None or again is None:
             continue
-        finished.append(again["time"] - failure["time"])
+        phase = planned[int(mark.name.partition("-")[0])]["phase"]
         if answer["kind"] == "retry":
-            retries.append(answer["time"] - failure["time"])
+            retries.append((phase, answer["time"] - at))
+            finished.append((phase, again["time"] - at))
         elif answer["kind"] == "respawn":
-            restarts.append(again["time"] - failure["time"])
+            restarts.append((phase, again["time"] - at))
     verdict_file = run_dir / "verdict.json"
     return {
         "verdict": json.loads(verdict_file.read_text(encoding="utf-8")) if verdict_file.exists() else None,
         "faults_planned": len(planned),
-        "failures": len(failures),
+        "failures": sum(1 for mine in by_rank for event in mine if event["kind"] == "failure"),
         "retries": len(retries),
         "restarts": len(restarts),
         "growths": sum(1 for event in main if event["kind"] == "caps"),
-        "seconds_from_failure_to_retry": _spread(retries),
-        "seconds_from_failure_to_a_finished_step": _spread(finished),
-        "seconds_from_failure_to_the_first_step_after_a_restart": _spread(restarts),
+        "seconds_from_fault_to_retry": _by_phase(retries),
+        "seconds_from_fault_to_the_step_after_a_retry": _by_phase(finished),
+        "seconds_from_fault_to_the_first_step_after_a_restart": _by_phase(restarts),
         "seconds_of_the_cold_start_to_its_first_step": None if cold_start_s is None else round(cold_start_s, 2),
-        "restart_as_a_multiple_of_the_cold_start": [round(each / cold_start_s, 3) for each in restarts]
+        "restart_as_a_multiple_of_the_cold_start": _by_phase([(p, each / cold_start_s) for p, each in restarts])
         if cold_start_s
         else None,
         "seconds_of_a_step": _spread([e["seconds"] for e in main if e["kind"] == "step"]),
         "largest_reserved_after_over_before": _reserved(main, planned),
         "samples": audit(main, by_rank, steps),
     }
+
+
+def _by_phase(seconds: list[tuple[str, float]]) -> dict[str, dict[str, float] | None]:
+    return {phase: _spread([each for of, each in seconds if of == phase]) for phase in PHASES}
 
 
 def _spread(values: list[float]) -> dict[str, float] | None:
@@ -192,22 +199,21 @@ def main() -> None:
     write_tiny_set(work / "train.jsonl", samples=400, seed=1)
     planned = faults(arguments.faults, arguments.apart)
     profiles = arguments.profiles.split(",")
-    with ThreadPoolExecutor(max_workers=1 if arguments.one_by_one else len(profiles)) as pool:
-        runs = list(
-            pool.map(lambda each: run(each, planned, model, work, arguments.apart, arguments.limit_s), profiles)
-        )
-    result = {
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    target = arguments.out / f"recovery-{arguments.shape}{'-one-by-one' if arguments.one_by_one else ''}.json"
+    result: dict[str, Any] = {
         "command": "python " + " ".join(sys.argv),
         "versions": versions(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "faults": planned,
-        "runs": runs,
+        "runs": [],
     }
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    name = f"recovery-{arguments.shape}{'-one-by-one' if arguments.one_by_one else ''}.json"
-    (arguments.out / name).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    for each in runs:
-        print(json.dumps(each), flush=True)
+    with ThreadPoolExecutor(max_workers=1 if arguments.one_by_one else len(profiles)) as pool:
+        begun = [pool.submit(run, each, planned, model, work, arguments.apart, arguments.limit_s) for each in profiles]
+        for ended in as_completed(begun):
+            result["runs"].append(ended.result())
+            print(json.dumps(ended.result()), flush=True)
+            target.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -3,8 +3,9 @@
     python benchmarks/save_cost.py --shape tiny --profile ddp --ranks 2 --out benchmarks/results
 
 Works on CPU ranks and on GPUs alike. A step counts from the commit before it to its own, so that whatever a save takes
-from the loop is in it; the first steps of a run and its last save, for which the run waits, are left out. Prints one
-JSON object, and writes it with the command and the versions to a file.
+from the loop is in it; the first steps of a run and its last save, for which the run waits, are left out. What a save
+adds is also found within a run: by how much the steps in which it is begun and written exceed the median of the others.
+Prints one JSON object, and writes it with the command and the versions to a file.
 """
 
 from __future__ import annotations
@@ -23,11 +24,14 @@ import torch
 import yaml
 from gpu_one_card import SHAPES, make_model
 
-from allranks.demo.tiny import write_tiny_set
 from allranks.events import read_events
 from allranks.train.versions import versions
 
 WARM_UP_STEPS = 5
+AFTER_A_SAVE = 5
+"""Steps in which a save is begun, gathered and written, at most."""
+INTERVAL_STEPS = 50
+"""Steps from one save to the next to which its cost is related."""
 GLOBAL_BATCH = 8
 TIMEOUT_S = 1800
 
@@ -36,7 +40,7 @@ def config_of(arguments: argparse.Namespace, model: Path, name: str, save_steps:
     return {
         "model": {"name_or_path": str(model)},
         "lora": {"r": arguments.rank},
-        "data": {"train": str(arguments.work / "train.jsonl"), "max_length": 512},
+        "data": {"train": str(arguments.work / "train.jsonl"), "max_length": arguments.tokens + 8},
         "training": {"max_steps": arguments.steps, "global_batch_size": GLOBAL_BATCH},
         "output": {"dir": str(arguments.work / "runs"), "name": name, "save_steps": save_steps},
     }
@@ -53,10 +57,15 @@ def measured(arguments: argparse.Namespace, model: Path, name: str, save_steps: 
     with (arguments.work / f"{name}.log").open("w", encoding="utf-8") as log:
         subprocess.run(argv, stdout=log, stderr=subprocess.STDOUT, timeout=TIMEOUT_S, check=True)
     events = list(read_events(run_dir))
-    commits = [event["time"] for event in events if event["kind"] == "step"]
-    steps = [after - before for before, after in pairwise(commits)][WARM_UP_STEPS:]
+    commits = [event for event in events if event["kind"] == "step"]
+    took = {after["step"]: after["time"] - before["time"] for before, after in pairwise(commits[WARM_UP_STEPS:])}
     saves = [event for event in events if event["kind"] == "save" and event["step"] < arguments.steps]
-    return {"steps": steps, "saves": [{k: save[k] for k in ("seconds", "blocked_s", "bytes")} for save in saves]}
+    near = {save["step"]: range(save["step"] + 1, save["step"] + 1 + AFTER_A_SAVE) for save in saves}
+    calm = statistics.median(s for step, s in took.items() if not any(step in steps for steps in near.values()))
+    for save in saves:
+        save["added_s"] = sum(took[step] - calm for step in near[save["step"]] if step in took)
+    wanted = ("seconds", "blocked_s", "added_s", "bytes")
+    return {"steps": list(took.values()), "calm": calm, "saves": [{k: save[k] for k in wanted} for save in saves]}
 
 
 def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -77,6 +86,13 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
             "median_save_s": round(statistics.median(save["seconds"] for save in saves), 4),
             "median_blocked_s": round(statistics.median(save["blocked_s"] for save in saves), 4),
             "largest_blocked_s": round(max(save["blocked_s"] for save in saves), 4),
+            "median_added_s": round(statistics.median(save["added_s"] for save in saves), 4),
+            f"percent_at_one_save_in_{INTERVAL_STEPS}_steps": round(
+                100
+                * statistics.median(save["added_s"] for save in saves)
+                / (INTERVAL_STEPS * statistics.median(run["calm"] for run in runs)),
+                3,
+            ),
         }
     return told
 
@@ -89,6 +105,7 @@ def main() -> None:
     parser.add_argument("--profile", default="ddp")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rank", type=int, default=512, help="lora.r: decides the size of the checkpoint")
+    parser.add_argument("--tokens", type=int, default=100, help="of each sample, about")
     parser.add_argument("--steps", type=int, default=175, help="of each run")
     parser.add_argument("--save-steps", type=int, default=50)
     parser.add_argument("--turns", type=int, default=3, help="runs of each kind")
@@ -99,7 +116,10 @@ def main() -> None:
     model = arguments.model or arguments.work / f"model-{arguments.shape}"
     if not (model / "config.json").exists():
         make_model(arguments.shape, model)
-    write_tiny_set(arguments.work / "train.jsonl", samples=256, seed=1)
+    with (arguments.work / "train.jsonl").open("w", encoding="utf-8") as file:
+        for number in range(256):
+            text = "abcdefgh"[number % 8] * arguments.tokens
+            file.write(json.dumps({"prompt": "Say it: ", "completion": text}) + "\n")
     kinds: dict[str, list[dict[str, Any]]] = {"without_saves": [], "with_saves": []}
     for turn in range(arguments.turns):
         kinds["without_saves"].append(measured(arguments, model, f"without-{turn}", None))

@@ -8,6 +8,7 @@ The environment variable ALLRANKS_TEST_OBSERVE holds a JSON object:
   logits: path; rank 0 writes there what the trained model makes of the first training sample (safetensors).
   slow: object with ``rank`` and ``seconds``; each call of a module takes that rank so much longer.
   loss_scale: the scale that fp16 starts with.
+  crowd_bytes: the GPU can give so much beside the model, and before each micro-batch torch's cache holds all of it.
 """
 
 from __future__ import annotations
@@ -109,6 +110,29 @@ def _slow_down(seconds: float) -> None:
     register_module_forward_pre_hook(lambda _module, _inputs: time.sleep(seconds))
 
 
+def _crowd(spare_bytes: int) -> None:
+    """What a micro-batch needs must be freed from the cache first, which the allocator counts as a retry."""
+    import torch
+
+    from allranks.train import step
+
+    plain = step._micro_step
+    limits: list[int] = []
+
+    def crowded(ctx: Any, *rest: Any) -> Any:
+        device = ctx.rank.device
+        torch.cuda.empty_cache()
+        if not limits:
+            limits.append(torch.cuda.memory_reserved(device) + spare_bytes)
+            total = torch.cuda.get_device_properties(device).total_memory
+            torch.cuda.set_per_process_memory_fraction(limits[0] / total, device)
+        rest_bytes = limits[0] - torch.cuda.memory_reserved(device)
+        torch.empty(rest_bytes - rest_bytes % 2**21, dtype=torch.uint8, device=device)
+        return plain(ctx, *rest)
+
+    step._micro_step = crowded
+
+
 def main() -> None:
     wanted = json.loads(os.environ["ALLRANKS_TEST_OBSERVE"])
     if "gradients" in wanted:
@@ -123,6 +147,8 @@ def main() -> None:
         from allranks.train import scaler
 
         scaler.INITIAL_SCALE = wanted["loss_scale"]
+    if "crowd_bytes" in wanted:
+        _crowd(wanted["crowd_bytes"])
     for change in ("drop", "twice"):
         if wanted.get(change):
             _spoil(change)
