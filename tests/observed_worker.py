@@ -117,6 +117,7 @@ def _crowd(spare_bytes: int) -> None:
     from allranks.train import step
 
     plain = step._micro_step
+    block_bytes = 10 * 2**20  # the smallest request that the allocator gives a segment of just its size
     limits: list[int] = []
 
     def crowded(ctx: Any, *rest: Any) -> Any:
@@ -124,10 +125,11 @@ def _crowd(spare_bytes: int) -> None:
         torch.cuda.empty_cache()
         if not limits:
             limits.append(torch.cuda.memory_reserved(device) + spare_bytes)
-            total = torch.cuda.get_device_properties(device).total_memory
-            torch.cuda.set_per_process_memory_fraction(limits[0] / total, device)
-        rest_bytes = limits[0] - torch.cuda.memory_reserved(device)
-        torch.empty(rest_bytes - rest_bytes % 2**21, dtype=torch.uint8, device=device)
+            torch.cuda.set_per_process_memory_fraction(limits[0] / torch.cuda.mem_get_info(device)[1], device)
+        blocks, left = divmod(limits[0] - torch.cuda.memory_reserved(device), block_bytes)
+        sizes = [block_bytes] * (blocks - 1) + [block_bytes + left - left % 2**21]
+        filling = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
+        del filling
         return plain(ctx, *rest)
 
     step._micro_step = crowded

@@ -111,10 +111,11 @@ def test_caps_grow_back_from_measured_headroom(tiny_llama_dir: Path, folder: Pat
 
 
 def test_allocator_retries_shrink_the_caps_before_memory_runs_out(tiny_llama_dir: Path, folder: Path) -> None:
-    config = _config(tiny_llama_dir, folder, "crowded")
+    config = _config(tiny_llama_dir, folder, "crowded", training__gradient_checkpointing=False)
     run = launch_bare(config, folder, profile="single", ranks=1, observe={"crowd_bytes": 2**28}, device="cuda")
     assert run.status == 0, run.output
-    (shrunk,) = run.events("caps")
+    shrunk = next(iter(run.events("caps")), None)
+    assert shrunk is not None, run.output
     assert (shrunk["reason"], shrunk["step"], shrunk["caps"][0]) == ("pressure", 3, 3)
     assert [event["caps"][0] for event in run.events("step")] == [4] * 3 + [3] * (STEPS - 3)
     assert not run.events("failure")
