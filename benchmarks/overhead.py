@@ -5,7 +5,9 @@
 Two ranks (on one GPU over gloo if there is one card) train in blocks of steps. In every other block the worker's
 attempts, votes, failure flag, progress page and liveness thread are taken out and only its forward, backward, reduction
 and optimizer step are left. The result is the ratio of neighbouring blocks. In a third kind of block the ranks wait for
-each other just before each vote, so that the vote alone is timed. Writes one JSON file.
+each other just before each vote, so that the vote alone is timed; of each vote the shortest time of all ranks counts,
+which is that of the one that came last and waited for no other. With `--profile single` there are no votes, and no
+second process that shares the card. Writes one JSON file.
 
     python benchmarks/overhead.py --shape llama3-8b --of history --out benchmarks/results
 
@@ -22,7 +24,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -46,7 +48,7 @@ class Worker:
     """Patches of the real worker on one rank."""
 
     def __init__(self, out: Path) -> None:
-        self.out = out.with_name(f"{out.name}.rank{os.environ['RANK']}")
+        self.out = out.with_name(f"{out.name}.rank{os.environ.get('RANK', '0')}")
         self.kind = ""
         self.votes: list[float] = []
         self.commits: list[tuple[int, str, float]] = []
@@ -147,8 +149,19 @@ def worker() -> None:
     real(sys.argv[1:])
 
 
+def votes_of(noted: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Of both votes of a step together, waiting for slower peers left out."""
+    shortest = [min(same) for same in zip(*(of["votes"] for of in noted), strict=True)]
+    steps = [1000 * (one + two) for one, two in zip(shortest[::2], shortest[1::2], strict=True)]
+    return {
+        "steps": len(steps),
+        "milliseconds_a_step_median": round(statistics.median(steps), 3),
+        "milliseconds_a_step_quartiles": [round(q, 3) for q in statistics.quantiles(steps, n=4)],
+    }
+
+
 def summary(noted: dict[str, Any]) -> dict[str, Any]:
-    """Ratios of neighbouring blocks, with by without, and the votes of a step."""
+    """Ratios of neighbouring blocks, with by without."""
     blocks: list[tuple[str, list[float]]] = []
     commits = noted["commits"]
     for (step, kind, at), (_, earlier_kind, before) in zip(commits[1:], commits, strict=False):
@@ -163,7 +176,6 @@ def summary(noted: dict[str, Any]) -> dict[str, Any]:
     for (kind, mine), (other, theirs) in pairwise(medians):
         if {kind, other} == {"with", "without"}:
             ratios.append(mine / theirs if kind == "with" else theirs / mine)
-    votes = noted["votes"]
     return {
         "seconds_of_a_step": {
             kind: round(statistics.median(s for k, s in medians if k == kind), 4) for kind in ("with", "without")
@@ -171,11 +183,6 @@ def summary(noted: dict[str, Any]) -> dict[str, Any]:
         "pairs": len(ratios),
         "overhead_percent_median": round(100 * (statistics.median(ratios) - 1), 3),
         "overhead_percent_quartiles": [round(100 * (q - 1), 3) for q in statistics.quantiles(ratios, n=4)],
-        **(
-            {"votes": len(votes), "milliseconds_of_both_votes_median": round(2000 * statistics.median(votes), 3)}
-            if votes
-            else {}
-        ),
     }
 
 
@@ -218,26 +225,26 @@ def main() -> None:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     argv = [sys.executable, "-m", "accelerate.commands.launch"]
-    argv += ["--config_file", str(ROOT / f"profiles/{arguments.profile}.yaml"), "--num_processes", "2"]
+    ranks = 1 if arguments.profile == "single" else 2
+    argv += ["--config_file", str(ROOT / f"profiles/{arguments.profile}.yaml"), "--num_processes", str(ranks)]
     argv += ["--main_process_port", str(port), str(Path(__file__).resolve()), str(file_of_run)]
     noted = work / "noted"
     subprocess.run(argv, env={**os.environ, "ALLRANKS_BENCH": f"{arguments.of}:{noted}"}, check=True, cwd=work)
     from allranks.train.versions import versions
 
+    told = [json.loads(noted.with_name(f"noted.rank{rank}").read_text(encoding="utf-8")) for rank in range(ranks)]
     result = {
         "command": "python " + " ".join(sys.argv),
         "versions": versions(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "profile": arguments.profile,
-        "ranks": {
-            str(rank): summary(json.loads(noted.with_name(f"noted.rank{rank}").read_text(encoding="utf-8")))
-            for rank in range(2)
-        },
+        "ranks": {str(rank): summary(each) for rank, each in enumerate(told)},
+        "both_votes": votes_of(told) if ranks > 1 and told[0]["votes"] else None,
     }
     arguments.out.mkdir(parents=True, exist_ok=True)
     target = arguments.out / f"overhead-{arguments.of}-{arguments.shape}-{arguments.profile}.json"
     target.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(result["ranks"], indent=1))
+    print(json.dumps({key: result[key] for key in ("ranks", "both_votes")}, indent=1))
 
 
 if __name__ == "__main__":

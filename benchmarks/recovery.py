@@ -6,9 +6,10 @@ One run of `allranks drill` per profile, all at the same time, of two ranks each
 there is only one. The faults are `alloc`, the allocator's own refusal of a request for more than the device has, in
 forward, backward and the optimizer step in turn, on either rank, `--apart` steps from one another: four unexplained
 failures within 100 steps would be called a leak. With `--one-by-one` the runs follow each other and the times mean
-something: seconds from the fault to the retry, or to the first step of the ranks that were started again, as a multiple
-of the cold start of the same run. The moment of a fault is that of the mark which the injector leaves just before it:
-these times hold the handling of the exception and the snapshot of the memory. Writes one JSON file.
+something: seconds from the fault to the retry, or until the ranks that were started again begin a step, as a multiple
+of the cold start of the same run up to its first step. (The step itself is left out: its micro-batches are smaller then
+and more.) The moment of a fault is that of the mark which the injector leaves just before it: these times hold the
+handling of the exception and the snapshot of the memory. Writes one JSON file.
 """
 
 from __future__ import annotations
@@ -37,12 +38,11 @@ PHASES = ("forward", "backward", "step")
 SHAPES["small"] = {
     "hidden_size": 512,
     "intermediate_size": 1024,
-    "num_hidden_layers": 8,
+    "num_hidden_layers": 2,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "vocab_size": 4096,
 }
-GLOBAL_BATCH = 16
 
 
 def faults(count: int, apart: int) -> list[dict[str, Any]]:
@@ -54,17 +54,18 @@ def faults(count: int, apart: int) -> list[dict[str, Any]]:
 
 
 def run(
-    profile: str, planned: list[dict[str, Any]], model: Path, work: Path, apart: int, limit_s: float
+    profile: str, planned: list[dict[str, Any]], model: Path, work: Path, arguments: argparse.Namespace
 ) -> dict[str, Any]:
     """One run with all faults, and what its events tell."""
+    apart = arguments.apart
     steps = (len(planned) + 1) * apart
     config = {
         "model": {"name_or_path": str(model)},
         "lora": {"r": 8},
         "data": {"train": str(work / "train.jsonl"), "max_length": 128},
         "training": {
-            "global_batch_size": GLOBAL_BATCH,
-            "per_device_train_batch_size": 8,
+            "global_batch_size": arguments.batch,
+            "per_device_train_batch_size": max(1, arguments.batch // 2),
             "num_train_epochs": 1_000_000,
             "max_steps": steps,
         },
@@ -83,10 +84,10 @@ def run(
     with (work / f"{profile}.log").open("w", encoding="utf-8") as log:
         try:
             status: int | str = subprocess.run(
-                argv, stdout=log, stderr=subprocess.STDOUT, timeout=limit_s, check=False, cwd=work
+                argv, stdout=log, stderr=subprocess.STDOUT, timeout=arguments.limit_s, check=False, cwd=work
             ).returncode
         except subprocess.TimeoutExpired:
-            status = f"not ended after {limit_s:.0f} s"
+            status = f"not ended after {arguments.limit_s:.0f} s"
     if not (run_dir / "events" / "rank1.jsonl").exists():
         return {
             "profile": profile,
@@ -100,8 +101,8 @@ def measured(run_dir: Path, planned: list[dict[str, Any]], steps: int, began: fl
     """What became of the faults, from the events of both ranks."""
     by_rank = [list(read_events(run_dir, rank)) for rank in range(2)]
     main = by_rank[0]
-    first_step = next((event["time"] for event in main if event["kind"] == "step"), None)
-    cold_start_s = None if first_step is None else first_step - began
+    steps_begun = [event["time"] - event["seconds"] for event in main if event["kind"] == "step"]
+    cold_start_s = steps_begun[0] - began if steps_begun else None
     retries, restarts, finished = [], [], []
     for mark in sorted((run_dir / "injected").glob("L*/*"), key=lambda mark: mark.stat().st_mtime):
         at = mark.stat().st_mtime
@@ -115,7 +116,7 @@ def measured(run_dir: Path, planned: list[dict[str, Any]], steps: int, began: fl
             retries.append((phase, answer["time"] - at))
             finished.append((phase, again["time"] - at))
         elif answer["kind"] == "respawn":
-            restarts.append((phase, again["time"] - at))
+            restarts.append((phase, again["time"] - again["seconds"] - at))
     verdict_file = run_dir / "verdict.json"
     return {
         "verdict": json.loads(verdict_file.read_text(encoding="utf-8")) if verdict_file.exists() else None,
@@ -126,13 +127,13 @@ def measured(run_dir: Path, planned: list[dict[str, Any]], steps: int, began: fl
         "growths": sum(1 for event in main if event["kind"] == "caps"),
         "seconds_from_fault_to_retry": _by_phase(retries),
         "seconds_from_fault_to_the_step_after_a_retry": _by_phase(finished),
-        "seconds_from_fault_to_the_first_step_after_a_restart": _by_phase(restarts),
-        "seconds_of_the_cold_start_to_its_first_step": None if cold_start_s is None else round(cold_start_s, 2),
+        "seconds_from_fault_until_a_step_begins_after_a_restart": _by_phase(restarts),
+        "seconds_of_the_cold_start_until_a_step_begins": None if cold_start_s is None else round(cold_start_s, 2),
         "restart_as_a_multiple_of_the_cold_start": _by_phase([(p, each / cold_start_s) for p, each in restarts])
         if cold_start_s
         else None,
         "seconds_of_a_step": _spread([e["seconds"] for e in main if e["kind"] == "step"]),
-        "largest_reserved_after_over_before": _reserved(main, planned),
+        "most_reserved_after_the_first_fault_over_before": _reserved(main, planned),
         "samples": audit(main, by_rank, steps),
     }
 
@@ -152,15 +153,14 @@ def _spread(values: list[float]) -> dict[str, float] | None:
 
 
 def _reserved(main: list[dict[str, Any]], planned: list[dict[str, Any]]) -> float | None:
-    """Over the faults and the ranks: memory reserved a few steps after the fault by that of the steps before it."""
-    logs = committed(main, "log")
-    ratios = []
-    for fault in planned:
-        before = [e["reserved_bytes"] for e in logs if fault["step"] - 6 <= e["step"] < fault["step"]]
-        after = [e["reserved_bytes"] for e in logs if fault["step"] + 3 <= e["step"] < fault["step"] + 9]
-        if before and after:
-            ratios += [max(row[rank] for row in after) / max(row[rank] for row in before) for rank in range(2)]
-    return round(max(ratios), 4) if ratios else None
+    """Over the ranks: what was reserved at most after the first fault, by what was at most before it."""
+    logs = [event for event in main if event["kind"] == "log"]
+    first = min(fault["step"] for fault in planned)
+    before = [event["reserved_bytes"] for event in logs if event["step"] < first]
+    after = [event["reserved_bytes"] for event in logs if event["step"] > first]
+    if not before or not after:
+        return None
+    return round(max(max(row[rank] for row in after) / max(row[rank] for row in before) for rank in range(2)), 4)
 
 
 def audit(main: list[dict[str, Any]], by_rank: list[list[dict[str, Any]]], steps: int) -> str:
@@ -186,6 +186,7 @@ def main() -> None:
     parser.add_argument("--profiles", default="ddp,zero2,zero3,fsdp")
     parser.add_argument("--faults", type=int, default=20)
     parser.add_argument("--apart", type=int, default=34, help="steps from one fault to the next")
+    parser.add_argument("--batch", type=int, default=16, help="samples of a step; half of them in a micro-batch")
     parser.add_argument("--one-by-one", action="store_true")
     parser.add_argument("--limit-s", type=float, default=540.0, help="of each run")
     parser.add_argument("--work", type=Path, default=Path("/tmp/allranks-recovery"))
@@ -209,7 +210,7 @@ def main() -> None:
         "runs": [],
     }
     with ThreadPoolExecutor(max_workers=1 if arguments.one_by_one else len(profiles)) as pool:
-        begun = [pool.submit(run, each, planned, model, work, arguments.apart, arguments.limit_s) for each in profiles]
+        begun = [pool.submit(run, each, planned, model, work, arguments) for each in profiles]
         for ended in as_completed(begun):
             result["runs"].append(ended.result())
             print(json.dumps(ended.result()), flush=True)

@@ -1,7 +1,7 @@
 """The control plane, and the two votes of an attempt on it.
 
-A vote is one small all-reduce: every rank fills its own row of a table of zeros and reads the sum,
-so all ranks see the same rows and draw the same verdict from them (`ballots`). No GPU is touched.
+A vote is one small all-gather: every rank gives a row of numbers and gets the rows of all, so all ranks see the same
+table and draw the same verdict from it (`ballots`). No GPU is touched.
 """
 
 from __future__ import annotations
@@ -67,33 +67,34 @@ class ControlPlane:
             raise ValueError(f"{len(row)} numbers in a row of {ROW_WIDTH}")
         header = (float(self._exchanges), float(topic), float(len(row)))
         self._exchanges += 1
-        rows = self._all_reduce([*header, *map(float, row)])
+        rows = self._gather([*header, *map(float, row)])
         headers = [tuple(other[:_HEADER_WIDTH]) for other in rows]
         if len(set(headers)) > 1:
             raise VotesDisagree(f"(exchange, topic, width) by rank is {headers}")
         return [other[_HEADER_WIDTH : _HEADER_WIDTH + len(row)] for other in rows]
 
-    def _all_reduce(self, row: list[float]) -> list[list[float]]:
-        """The rows of all ranks, [world_size, header + ROW_WIDTH], by one all-reduce."""
+    def _gather(self, row: list[float]) -> list[list[float]]:
+        """The rows of all ranks, [world_size, header + ROW_WIDTH], by one all-gather: half the way of an all-reduce."""
         if self._lost is not None:
             raise ControlPlaneLost(self._lost)
         if self._group is None:
             return [row]
         import torch
-        from torch.distributed import all_reduce
+        from torch.distributed import all_gather_into_tensor
 
-        table = torch.zeros(self.world_size, _HEADER_WIDTH + ROW_WIDTH, dtype=torch.float64, device="cpu")
-        table[self.rank, : len(row)] = torch.tensor(row, dtype=torch.float64, device="cpu")
+        width = _HEADER_WIDTH + ROW_WIDTH
+        mine = torch.tensor(row + [0.0] * (width - len(row)), dtype=torch.float64, device="cpu")
+        table = torch.empty(self.world_size * width, dtype=torch.float64, device="cpu")
         # A wait cut short by any exception leaves the group's messages out of step for good.
         self._lost = "the control plane was interrupted in an exchange and can't be used again"
         try:
             with self.waiting("a vote"):
-                all_reduce(table, group=self._group)
+                all_gather_into_tensor(table, mine, group=self._group)
         except RuntimeError as exc:
             self._lost = f"rank {self.rank} lost its peers: {_gloo_words(exc)}"
             raise ControlPlaneLost(self._lost) from exc
         self._lost = None
-        rows: list[list[float]] = table.tolist()
+        rows: list[list[float]] = table.view(self.world_size, width).tolist()
         return rows
 
     def broadcast_text(self, text: str | None) -> str:

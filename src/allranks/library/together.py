@@ -255,7 +255,8 @@ class Together:
         """This rank's part of an attempt."""
         self.replica.begin()
         for micro_step, micro_batch in enumerate(cut(self.policy.train.caps)):
-            self._flag.leave_if_raised(place.key)
+            if micro_step > 0:
+                self._flag.leave_if_raised(place.key)
             place.phase, place.micro_step, place.micro_batch = "forward", micro_step, micro_batch
             with self._own_randomness(place), self.replica.micro_step():
                 loss, targets = work(micro_batch, place)

@@ -79,7 +79,7 @@ def _pass(ctx: Context, job: Job, at: Attempt) -> tuple[float, int, float, int]:
     job.strategy.train_mode(False)
     with torch.no_grad():
         for micro_step, sample_ids in enumerate(mine):
-            if not job.strategy.lockstep:
+            if micro_step > 0 and not job.strategy.lockstep:
                 ctx.flag.leave_if_raised(at.key)
             batch = pad_batch([data[i] for i in sample_ids], job.tokenizer.pad_token_id)
             at.enter("eval", micro_step=micro_step, sample_ids=sample_ids, tokens=batch["input_ids"].numel())

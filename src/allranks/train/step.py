@@ -140,7 +140,7 @@ def _forward_backward(ctx: Context, job: Job, ids: tuple[int, ...], at: Attempt)
     job.strategy.train_mode(True)
     job.strategy.begin_step()
     for micro_step, sample_ids in enumerate(mine):
-        if not job.strategy.lockstep:
+        if micro_step > 0 and not job.strategy.lockstep:
             ctx.flag.leave_if_raised(at.key)
         batch = pad_batch([data[i] for i in sample_ids], job.tokenizer.pad_token_id)
         at.enter("forward", micro_step=micro_step, sample_ids=sample_ids, tokens=batch["input_ids"].numel())
