@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from allranks.data.cache import default_cache_dir
 from allranks.demo.model import ensure_smollm2
@@ -14,6 +15,9 @@ from allranks.demo.tiny import byte_tokenizer, write_tiny_llama
 
 
 def pytest_configure() -> None:
+    # How long one example takes is the machine's affair; a test that hangs has a time limit of its own.
+    settings.register_profile("no-deadline", deadline=None)
+    settings.load_profile("no-deadline")
     # A shell that starts the tests in the background has everything below it ignore Ctrl-C, which some tests send.
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

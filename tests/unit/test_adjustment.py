@@ -114,7 +114,7 @@ def test_rare_allocator_retries_are_left_alone() -> None:
         state = now.state
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(
     room=st.integers(1, 64),
     ceiling=st.integers(1, 64),

@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from allranks.coordinator.agreement import ROW_WIDTH, ControlPlane, ControlPlaneLost, vote_one, vote_two
@@ -53,7 +53,6 @@ BALLOTS = st.builds(
 )
 
 
-@settings(deadline=None)
 @given(BALLOTS)
 def test_a_ballot_survives_its_row(ballot: Ballot) -> None:
     row = ballot.to_row()

@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from allranks.batches.order import SampleOrder
@@ -30,7 +30,6 @@ def epoch_of(order: SampleOrder, epoch: int = 0) -> list[tuple[int, ...]]:
     return batches
 
 
-@settings(deadline=None)
 @given(n=st.integers(1, 300), gbs=st.integers(1, 40), window=st.integers(1, 6), epoch=st.integers(0, 3))
 def test_every_epoch_takes_each_sample_once(n, gbs, window, epoch):
     order = order_of(n, gbs, window=window)
@@ -41,7 +40,6 @@ def test_every_epoch_takes_each_sample_once(n, gbs, window, epoch):
     assert len(batches[-1]) == (n % gbs or gbs)
 
 
-@settings(deadline=None)
 @given(n=st.integers(2, 200), gbs=st.integers(1, 20), window=st.integers(1, 4))
 def test_the_next_batch_depends_on_the_position_alone(n, gbs, window):
     whole = epoch_of(order_of(n, gbs, window=window), 2)

@@ -69,7 +69,7 @@ def cases(max_size: int = 60) -> st.SearchStrategy[Case]:
     )
 
 
-@settings(deadline=None, max_examples=400)
+@settings(max_examples=400)
 @given(case=cases())
 def test_each_position_once_and_every_cap_kept(case):
     ranks = case.split()
@@ -85,7 +85,7 @@ def test_each_position_once_and_every_cap_kept(case):
         assert costs == sorted(costs, reverse=True)
 
 
-@settings(deadline=None, max_examples=400)
+@settings(max_examples=400)
 @given(case=cases())
 def test_lockstep_counts_are_equal_and_fillers_rare(case):
     ranks = case.split()
@@ -100,14 +100,14 @@ def test_lockstep_counts_are_equal_and_fillers_rare(case):
         assert all(micro_batch for rank in ranks for micro_batch in rank)
 
 
-@settings(deadline=None, max_examples=400)
+@settings(max_examples=400)
 @given(case=cases())
 def test_no_rank_idles_while_another_has_two_samples(case):
     held = [sum(map(len, rank)) for rank in case.split()]
     assert min(held) > 0 or max(held) <= 1
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(case=cases(), seed=st.integers(0, 99))
 def test_deterministic_and_blind_to_the_order_of_lengths(case, seed):
     ranks = case.split()
@@ -118,7 +118,7 @@ def test_deterministic_and_blind_to_the_order_of_lengths(case, seed):
     assert other.slowest(other.split()) == pytest.approx(case.slowest(ranks))
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(case=cases(), divisor=st.integers(2, 4))
 def test_smaller_caps_lose_no_sample_and_take_no_fewer_micro_batches(case, divisor):
     """What every rank does after a failure: the same global batch under half of the caps."""

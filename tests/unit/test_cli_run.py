@@ -205,7 +205,7 @@ def test_a_run_directory_with_something_else_in_it_is_refused(
         (("--set", "training.learning_rat=1"), "nearest: training.learning_rate"),
         (("--set", "output.dir=run.yaml"), "run.yaml/run can't be made or used: Not a directory"),
         (("--set", "output.dir=run.yaml", "--resume", "never"), "run can't be made or used: Not a directory"),
-        (("--set", 'output.dir="a\\0b"'), "can't be made or used: embedded null byte"),
+        (("--set", 'output.dir="a\\0b"'), "a\\x00b/run' can't be made or used: embedded null byte"),
     ],
 )
 def test_what_is_wrong_is_said_before_anything_starts(

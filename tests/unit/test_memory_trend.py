@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from allranks.coordinator.attempt import AttemptPhase
@@ -49,7 +49,6 @@ def test_too_few_steps_say_nothing() -> None:
     assert "too few steps" in MemoryTrend().began("step", 1, None).words()
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(PHASES), st.integers(0, 3), st.none() | st.integers(0, 2**45)), max_size=300))
 def test_a_trend_is_bounded_and_survives_json(seen: list[tuple[AttemptPhase, int, int | None]]) -> None:
     trend, step = MemoryTrend(), 0

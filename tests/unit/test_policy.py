@@ -3,7 +3,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from allranks.caps import Caps
@@ -346,7 +346,6 @@ KINDS = st.sampled_from(list(FailureKind))
 CAPS = st.builds(Caps, max_samples=st.integers(1, 4096), max_tokens=st.none() | st.integers(1, 10**6))
 
 
-@settings(deadline=None)
 @given(
     caps=CAPS,
     fitting_samples=st.integers(0, 64),
@@ -383,7 +382,6 @@ def test_a_machine_of_any_size_ends_in_success_or_in_one_stop(
     raise AssertionError(f"more than {limit} retries")
 
 
-@settings(deadline=None)
 @given(
     ballots=st.lists(
         st.one_of(

@@ -180,7 +180,7 @@ class OomConfig(_Section):
         ge=0,
         le=MAX_COUNT,
         description="Last allocations, with their Python stacks, in the snapshot of a first OOM; remembering them "
-        "costs some microseconds each. 0: the state of the memory alone.",
+        "made a step of an 8B model 14 % longer. 0: the state of the memory alone, at no cost.",
     )
     max_respawns: int = Field(
         10,

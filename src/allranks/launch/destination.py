@@ -85,15 +85,16 @@ def _refuse_files_for_folders(wanted: Path) -> None:
 
 def _refuse_an_impossible_place(wanted: Path) -> None:
     """A folder that is not there yet is fine; a file in its place or above it, or a name that is too long, is not."""
+    shown = str(wanted)
     try:
         word = None if S_ISDIR(wanted.stat().st_mode) else "it is not a folder"
     except FileNotFoundError:
         return
     except OSError as error:
         word = error.strerror
-    except ValueError as error:  # a null byte
-        word = str(error)
+    except ValueError:  # Python's own words for it differ from version to version
+        shown, word = repr(shown), "embedded null byte"
     if word is not None:
         raise UserError(
-            f"the run directory {wanted} can't be made or used: {word}\n    fix: give another output.dir or --name"
+            f"the run directory {shown} can't be made or used: {word}\n    fix: give another output.dir or --name"
         )
