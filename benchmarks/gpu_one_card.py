@@ -60,17 +60,10 @@ CHARS_PER_TOKEN = {"llama3-8b": 1, "tiny": 1, "smollm2": 2}
 
 def make_model(shape: str, folder: Path) -> None:
     """A model of this shape with random weights, and a tokenizer of the 256 bytes."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import LlamaConfig, LlamaForCausalLM
 
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE(vocab={token: number for number, token in enumerate(alphabet)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(["<s>", "</s>", "<pad>"])
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="<pad>", model_max_length=8192
-    )
+    from allranks.demo.tiny import byte_tokenizer
+
     config = LlamaConfig(max_position_embeddings=8192, tie_word_embeddings=False, **SHAPES[shape])
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
@@ -78,7 +71,7 @@ def make_model(shape: str, folder: Path) -> None:
         model = LlamaForCausalLM(config)
     torch.set_default_dtype(torch.float32)
     model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    byte_tokenizer(longest_tokens=8192).save_pretrained(folder)
 
 
 def make_set(path: Path, chars_per_token: int) -> None:

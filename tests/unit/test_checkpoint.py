@@ -386,14 +386,6 @@ def test_unpublished_checkpoint_does_not_count(run_dir: Path) -> None:
     assert_usable(run_dir, 10)
 
 
-def test_discarded_checkpoint_is_gone(run_dir: Path) -> None:
-    store = CheckpointStore(run_dir, keep=2)
-    save(store, 10)
-    store.discard(write(store, 20))
-    assert len(folders(run_dir)) == 1
-    assert_usable(run_dir, 10)
-
-
 def test_first_checkpoint_of_a_writer_killed_before_it_published(run_dir: Path) -> None:
     written = write(CheckpointStore(run_dir, keep=2), 10)
     (run_dir / "checkpoints" / "step-00000010-deadbeef.unfinished").mkdir()
@@ -440,16 +432,19 @@ def test_a_first_save_that_was_whole_and_changed_since_is_damage_and_no_kill(run
 
 def test_a_removal_cut_short_leaves_nothing_that_looks_damaged(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = CheckpointStore(run_dir, keep=1)
-    ref = write(store, 10)
+    save(store, 10)
+    store.publish(write(store, 20))
 
     def killed_after_one_file(folder: Path, ignore_errors: bool) -> None:
         next(folder.iterdir()).unlink()
 
     with monkeypatch.context() as patched:
         patched.setattr(shutil, "rmtree", killed_after_one_file)
-        store.discard(ref)
+        store.prune()
+    assert len(folders(run_dir)) == 2
+    assert_usable(run_dir, 20)
+    assert CheckpointStore(run_dir, keep=1).prune() == ()
     assert len(folders(run_dir)) == 1
-    assert CheckpointStore(run_dir, keep=1).latest() is None
 
 
 def test_checkpoints_that_a_killed_writer_dropped_are_removed_by_the_next(run_dir: Path) -> None:

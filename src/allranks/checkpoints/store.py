@@ -74,8 +74,8 @@ STATE_VERSION = 1
 
 
 class CheckpointStore:
-    """The checkpoints of one run directory. `write`, `publish`, `discard` and `prune` are rank 0's alone,
-    in one thread at a time.
+    """The checkpoints of one run directory. `write`, `publish` and `prune` are rank 0's alone, in one
+    thread at a time.
 
     Attributes:
         folder: ``checkpoints/`` of the run.
@@ -180,10 +180,6 @@ class CheckpointStore:
             if not now.by_pointer or ref.folder not in {listed.folder for listed in now.refs}:
                 self._remove(ref.folder)
             raise self._not_written(ref.step, self._pointer, ref.bytes, error) from error
-
-    def discard(self, ref: CheckpointRef) -> None:
-        """Remove a written checkpoint that is not to be published."""
-        self._remove(ref.folder)
 
     def prune(self) -> tuple[str, ...]:
         """Remove what `publish` dropped, and what was never published and is not whole or no longer needed.

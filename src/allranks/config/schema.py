@@ -22,7 +22,7 @@ class ModelConfig(_Section):
     """Which model is fine-tuned."""
 
     name_or_path: str = Field(min_length=1, description="Hub id or folder of the base model.")
-    revision: str | None = Field(None, description="Branch, tag or commit on the hub.")
+    revision: str | None = Field(None, description="Branch, tag or commit of the model on the hub.")
     tokenizer_name_or_path: str | None = Field(None, description="Tokenizer, if it is not the model's own.")
     task: Literal["causal-lm", "sequence-classification"] = Field(
         "causal-lm", description="Head of the model, loss, and LoRA preset."

@@ -55,17 +55,19 @@ def load_tokenizer(config: RunConfig) -> tuple[Any, tuple[str, ...]]:
     """The tokenizer, with a padding token and right padding; and what was changed, said."""
     from transformers import AutoTokenizer
 
+    own = config.model.tokenizer_name_or_path is None
     source = config.model.tokenizer_name_or_path or config.model.name_or_path
+    revision = config.model.revision if own else None  # it names a version of the model's repository
     notes = []
     if config.model.revision is not None and Path(config.model.name_or_path).is_dir():
         notes.append(f"model.revision {config.model.revision!r} is ignored: {config.model.name_or_path} is a folder")
     _require_a_model(config.model.name_or_path)
-    key = "model.name_or_path" if config.model.tokenizer_name_or_path is None else "model.tokenizer_name_or_path"
-    unreachable = _hub_out_of_reach(source, config.model.revision)
+    key = "model.name_or_path" if own else "model.tokenizer_name_or_path"
+    unreachable = _hub_out_of_reach(source, revision)
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             source,
-            revision=config.model.revision,
+            revision=revision,
             trust_remote_code=config.model.trust_remote_code,
             local_files_only=unreachable is not None,
         )
