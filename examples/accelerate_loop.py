@@ -10,7 +10,7 @@ import argparse
 import random
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM, get_linear_schedule_with_warmup
 
@@ -67,8 +67,9 @@ def main():
         optimizer.zero_grad()
         accelerator.print(f"step {step} loss {loss:.9f}", flush=True)
     accelerator.print(f"final cap {done.max_samples}")  # +
-    accelerator.end_training()
 
 
 if __name__ == "__main__":
     main()
+    # Only here is the model gone; a DDP model that is the last to hold its gloo group can wait for ever as it ends.
+    PartialState().destroy_process_group()
