@@ -80,21 +80,21 @@ class ControlPlane:
         if self._group is None:
             return [row]
         import torch
-        from torch.distributed import all_gather_into_tensor
+        from torch.distributed import all_gather
 
         width = _HEADER_WIDTH + ROW_WIDTH
         mine = torch.tensor(row + [0.0] * (width - len(row)), dtype=torch.float64, device="cpu")
-        table = torch.empty(self.world_size * width, dtype=torch.float64, device="cpu")
+        table = torch.empty(self.world_size, width, dtype=torch.float64, device="cpu")
         # A wait cut short by any exception leaves the group's messages out of step for good.
         self._lost = "the control plane was interrupted in an exchange and can't be used again"
         try:
             with self.waiting("a vote"):
-                all_gather_into_tensor(table, mine, group=self._group)
+                all_gather(list(table.unbind()), mine, group=self._group)
         except RuntimeError as exc:
             self._lost = f"rank {self.rank} lost its peers: {_gloo_words(exc)}"
             raise ControlPlaneLost(self._lost) from exc
         self._lost = None
-        rows: list[list[float]] = table.view(self.world_size, width).tolist()
+        rows: list[list[float]] = table.tolist()
         return rows
 
     def broadcast_text(self, text: str | None) -> str:
