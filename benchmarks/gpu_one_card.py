@@ -84,6 +84,14 @@ def make_set(path: Path, chars_per_token: int) -> None:
             file.write(json.dumps({"prompt": "Say it: ", "completion": text}) + "\n")
 
 
+def make_even_set(path: Path, *, samples: int, tokens: int) -> None:
+    """Samples of `tokens` tokens each, but for the prompt's, for the random models."""
+    with path.open("w", encoding="utf-8") as file:
+        for number in range(samples):
+            text = "abcdefgh"[number % 8] * tokens
+            file.write(json.dumps({"prompt": "Say it: ", "completion": text}) + "\n")
+
+
 class Bench:
     """Starts runs and keeps what they measured."""
 
@@ -116,7 +124,7 @@ class Bench:
         argv += ["--config_file", str(ROOT / f"profiles/{profile}.yaml"), "--num_processes", str(ranks)]
         argv += [
             "--main_process_port",
-            str(_free_port()),
+            str(free_port()),
             str(Path(__file__).with_name("limited_worker.py")),
             str(file),
         ]
@@ -178,7 +186,7 @@ def _events(run_dir: Path, rank: int) -> list[dict[str, Any]]:
         return [json.loads(line) for line in file]
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -31,7 +30,7 @@ from typing import Any
 
 import torch
 import yaml
-from gpu_one_card import SHAPES, make_model
+from gpu_one_card import SHAPES, free_port, make_even_set, make_model
 
 ROOT = Path(__file__).resolve().parents[1]
 BLOCK = 5
@@ -203,10 +202,7 @@ def main() -> None:
     if not (model / "config.json").exists():
         make_model(arguments.shape, model)
     steps = (arguments.pairs // 2) * 5 * BLOCK
-    with (work / "train.jsonl").open("w", encoding="utf-8") as file:
-        for number in range(64):
-            text = "abcdefgh"[number % 8] * arguments.tokens
-            file.write(json.dumps({"prompt": "Say it: ", "completion": text}) + "\n")
+    make_even_set(work / "train.jsonl", samples=64, tokens=arguments.tokens)
     config = {
         "model": {"name_or_path": str(model)},
         "data": {"train": str(work / "train.jsonl"), "max_length": arguments.tokens + 8},
@@ -221,13 +217,10 @@ def main() -> None:
     }
     file_of_run = work / "run.yaml"
     file_of_run.write_text(yaml.safe_dump(config), encoding="utf-8")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     argv = [sys.executable, "-m", "accelerate.commands.launch"]
     ranks = 1 if arguments.profile == "single" else 2
     argv += ["--config_file", str(ROOT / f"profiles/{arguments.profile}.yaml"), "--num_processes", str(ranks)]
-    argv += ["--main_process_port", str(port), str(Path(__file__).resolve()), str(file_of_run)]
+    argv += ["--main_process_port", str(free_port()), str(Path(__file__).resolve()), str(file_of_run)]
     noted = work / "noted"
     subprocess.run(argv, env={**os.environ, "ALLRANKS_BENCH": f"{arguments.of}:{noted}"}, check=True, cwd=work)
     from allranks.train.versions import versions

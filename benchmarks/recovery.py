@@ -57,8 +57,7 @@ def run(
     profile: str, planned: list[dict[str, Any]], model: Path, work: Path, arguments: argparse.Namespace
 ) -> dict[str, Any]:
     """One run with all faults, and what its events tell."""
-    apart = arguments.apart
-    steps = (len(planned) + 1) * apart
+    steps = (len(planned) + 1) * arguments.apart
     config = {
         "model": {"name_or_path": str(model)},
         "lora": {"r": 8},
@@ -70,7 +69,7 @@ def run(
             "max_steps": steps,
         },
         "oom": {"max_respawns": 10 * len(planned)},
-        "output": {"dir": str(work / "runs"), "name": profile, "save_steps": max(1, apart // 4)},
+        "output": {"dir": str(work / "runs"), "name": profile, "save_steps": max(1, arguments.apart // 4)},
     }
     run_dir = work / "runs" / f"{profile}-drill"
     shutil.rmtree(run_dir, ignore_errors=True)

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import yaml
-from gpu_one_card import SHAPES, make_model
+from gpu_one_card import SHAPES, make_even_set, make_model
 
 from allranks.events import read_events
 from allranks.train.versions import versions
@@ -116,10 +116,7 @@ def main() -> None:
     model = arguments.model or arguments.work / f"model-{arguments.shape}"
     if not (model / "config.json").exists():
         make_model(arguments.shape, model)
-    with (arguments.work / "train.jsonl").open("w", encoding="utf-8") as file:
-        for number in range(256):
-            text = "abcdefgh"[number % 8] * arguments.tokens
-            file.write(json.dumps({"prompt": "Say it: ", "completion": text}) + "\n")
+    make_even_set(arguments.work / "train.jsonl", samples=256, tokens=arguments.tokens)
     kinds: dict[str, list[dict[str, Any]]] = {"without_saves": [], "with_saves": []}
     for turn in range(arguments.turns):
         kinds["without_saves"].append(measured(arguments, model, f"without-{turn}", None))

@@ -114,8 +114,8 @@ def test_allocator_retries_shrink_the_caps_before_memory_runs_out(tiny_llama_dir
     config = _config(tiny_llama_dir, folder, "crowded", training__gradient_checkpointing=False)
     run = launch_bare(config, folder, profile="single", ranks=1, observe={"crowd_bytes": 2**28}, device="cuda")
     assert run.status == 0, run.output
-    shrunk = next(iter(run.events("caps")), None)
-    assert shrunk is not None, run.output
+    assert run.events("caps"), run.output
+    shrunk = run.events("caps")[0]
     assert (shrunk["reason"], shrunk["caps"][0]) == ("pressure", 3), run.output
     before = shrunk["step"]
     assert 3 <= before < STEPS

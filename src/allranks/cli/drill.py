@@ -104,6 +104,7 @@ def parse_injections(faults: list[str]) -> tuple[Injection, ...]:
         values, wrong = _values(fault)
         problems += wrong
         if not wrong:
+            # mypy sees one type for all values; `_values` has made each what its field wants.
             injections.append(Injection(**values))  # type: ignore[arg-type]
     if problems:
         raise ProblemsError("--inject", problems)

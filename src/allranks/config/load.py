@@ -229,6 +229,7 @@ def _validate(
     problems += broken_rules(lambda path: getattr(sections[path.split(".")[0]], path.split(".")[1]), wrong)
     if contradictions is not None:
         wrong = wrong | {problem.path for problem in problems}
+        # mypy sees one type for all sections; each was made by the model of its name.
         partial = RunConfig.model_construct(**sections)  # type: ignore[arg-type]
         problems += [problem for problem in contradictions(partial) if problem.path not in wrong]
     return (None if problems else RunConfig.model_validate(sections)), problems

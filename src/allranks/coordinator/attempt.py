@@ -83,7 +83,7 @@ def run_attempt(
         return Success(value=work())
     except (StopTraining, ControlPlaneLost):
         raise
-    except Exception as exc:
+    except Exception as exc:  # whatever it is, the peers must hear of it by the vote: `classify` says what it was
         failure = exc
     # Only here, behind the except block, does the interpreter no longer hold the traceback: its frames hold
     # the activations that must go before the retry.

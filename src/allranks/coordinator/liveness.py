@@ -35,6 +35,7 @@ _PUBLISH_S = 1.0
 _LOOKS_PER_TIMEOUT = 8
 _STACKS_PER_LOOK = 4
 """A main thread that is mostly inside one call of its loop shows the same stack at two looks out of five."""
+_TOLD_POLL_S = 0.05
 _ANSWER_S = 3.0
 """How long ranks that know of a hang wait for the others to have heard of it: three times `_PUBLISH_S`."""
 _WRITE_S = 2.0
@@ -233,7 +234,8 @@ class Liveness:
             while waiting and time.monotonic() < until:
                 waiting = {rank for rank in waiting if not store.check([f"{self._key}/told/{rank}"])}
                 self._answers += 1
-                time.sleep(0.05 if waiting else 0)
+                if waiting:
+                    time.sleep(_TOLD_POLL_S)  # waiting for the keys would end in an error if one never comes
 
     def _conclude(self, hung: Hung) -> None:
         # Never given back: both threads may come here, one goes on.

@@ -68,13 +68,13 @@ class Watcher:
             self._leave(Declared(message=message, silent_ranks=()))
         else:
             self._main.set(self._key, message)
-            time.sleep(self._deadline_s * 2)
+            time.sleep(self._deadline_s * 2)  # the watcher's thread ends the process meanwhile
         raise AssertionError("the watcher left this process running")
 
     def give_way(self) -> None:
         """Call it when the peers are gone: if one had declared a failure, the watcher is about to end this process."""
         if self._declared.is_set():
-            time.sleep(self._deadline_s * 2)
+            time.sleep(self._deadline_s * 2)  # the watcher's thread ends the process meanwhile
 
     def close(self) -> None:
         """Stop watching: the run is over and the store is about to go."""
@@ -100,7 +100,7 @@ class Watcher:
             while waiting and time.monotonic() < until:
                 waiting = {rank for rank in waiting if not store.check([f"{self._key}/{rank}"])}
                 if waiting:
-                    time.sleep(_POLL_S)
+                    time.sleep(_POLL_S)  # waiting for the keys would end in an error if one never comes
         except RuntimeError:
             return ()  # rank 0 has heard all of them, and left with the store
         return tuple(sorted(waiting))

@@ -148,6 +148,7 @@ def parquet_reader(path: Path) -> tuple[tuple[str, ...], int, Reader]:
     Raises:
         ProblemsError: it is not a parquet file.
     """
+    # pyarrow comes without types.
     import pyarrow  # type: ignore[import-untyped]
     import pyarrow.parquet  # type: ignore[import-untyped]
 

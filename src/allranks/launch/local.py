@@ -193,7 +193,7 @@ def _attend(process: subprocess.Popen[bytes], stop: _Stop, logs: RankLogs, death
         stop.ask()
         if (why := stop.force(logs)) is not None:
             return why
-        time.sleep(_POLL_S)
+        time.sleep(_POLL_S)  # logs, processes and signals: no one thing to wait for tells of all three
     return None
 
 

@@ -89,7 +89,7 @@ class Tree:
         deadline = time.monotonic() + patience_s
         _send(number, self.alive())
         while self.alive() and time.monotonic() < deadline and not out_of_patience():
-            time.sleep(_POLL_S)
+            time.sleep(_POLL_S)  # most of them are no children of ours, which alone could be waited for
 
     def end(self) -> list[int]:
         """Kill all; the ids of those that not even that ended within 10 seconds."""
@@ -97,7 +97,7 @@ class Tree:
         # More than once: a process may have forked between the look and the kill.
         while (rest := self.alive()) and time.monotonic() < deadline:
             _send(signal.SIGKILL, rest)
-            time.sleep(_POLL_S)
+            time.sleep(_POLL_S)  # as above
         return [process.pid for process in rest]
 
 
