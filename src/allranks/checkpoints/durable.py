@@ -156,12 +156,26 @@ def tensor_file_header(tensors: Mapping[str, torch.Tensor]) -> bytes:
 
 
 def tensor_file_chunks(tensors: Mapping[str, torch.Tensor]) -> Iterator[bytes | memoryview]:
-    """The content of a safetensors file, tensor by tensor, without a second copy of it in memory."""
+    """The content of a safetensors file without a second copy of it in memory; neighbours in memory are one chunk."""
     import torch
 
     yield tensor_file_header(tensors)
+    runs: list[tuple[torch.Tensor, int]] = []
     for name in _file_order(tensors):
-        yield tensors[name].detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        tensor = tensors[name].detach().contiguous()
+        if runs and _follows(*runs[-1], tensor):
+            runs[-1] = (runs[-1][0], runs[-1][1] + tensor.nbytes)
+        else:
+            runs.append((tensor, tensor.nbytes))
+    for first, size in runs:
+        start = first.storage_offset() * first.element_size()
+        yield torch.empty(0, dtype=torch.uint8).set_(first.untyped_storage(), start, (size,), (1,)).numpy().data
+
+
+def _follows(first: torch.Tensor, size: int, tensor: torch.Tensor) -> bool:
+    """`tensor` lies right behind the `size` bytes that begin with `first`, in the same storage."""
+    same = first.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+    return same and first.data_ptr() + size == tensor.data_ptr()
 
 
 def tensor_file_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
@@ -171,7 +185,7 @@ def tensor_file_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
 
 def _file_order(tensors: Mapping[str, torch.Tensor]) -> list[str]:
     # Widest dtype first keeps every tensor aligned to its own element size, as the library's writer does.
-    return sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    return sorted(tensors, key=lambda name: -tensors[name].element_size())
 
 
 def _safetensors_dtype(tensor: torch.Tensor) -> str:

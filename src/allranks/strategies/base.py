@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import torch
@@ -12,6 +12,14 @@ NamedTensors = dict[str, torch.Tensor]
 
 OptimizerState = dict[str, NamedTensors]
 """The optimizer's tensors of each parameter, e.g. ``{"…lora_A.default.weight": {"exp_avg": …, "step": …}}``."""
+
+Keep = Callable[[torch.Tensor], torch.Tensor]
+"""Makes a copy on the CPU that shares nothing with what is trained; called in the order of the result."""
+
+
+def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in memory of its own."""
+    return tensor.detach().to("cpu", copy=True)
 
 
 class Strategy(Protocol):
@@ -55,8 +63,8 @@ class Strategy(Protocol):
         """Put the wrapped model in training or evaluation mode."""
         ...
 
-    def trainable(self) -> NamedTensors:
-        """The trained parameters (collective)."""
+    def trainable(self, keep: Keep = on_cpu) -> NamedTensors:
+        """The trained parameters, as `keep` copies them (collective)."""
         ...
 
     def load_trainable(self, tensors: NamedTensors) -> None:
@@ -67,8 +75,8 @@ class Strategy(Protocol):
         """The gradients after `reduce` and before `step` (collective)."""
         ...
 
-    def optimizer_state(self) -> OptimizerState:
-        """The optimizer's state (collective)."""
+    def optimizer_state(self, keep: Keep = on_cpu) -> OptimizerState:
+        """The optimizer's state, as `keep` copies it (collective)."""
         ...
 
     def load_optimizer_state(self, state: OptimizerState) -> None:

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from allranks.errors import UserError
-from allranks.strategies.base import NamedTensors, OptimizerState
+from allranks.strategies.base import Keep, NamedTensors, OptimizerState, on_cpu
 from allranks.strategies.optim import allocate_state, set_learning_rate
 
 
@@ -98,8 +98,8 @@ class Fsdp:
     def train_mode(self, training: bool) -> None:
         self._model.train(training)
 
-    def trainable(self) -> NamedTensors:
-        return {name: _whole(p) for name, p in self._named.items()}
+    def trainable(self, keep: Keep = on_cpu) -> NamedTensors:
+        return {name: keep(_whole(p)) for name, p in self._named.items()}
 
     def load_trainable(self, tensors: NamedTensors) -> None:
         with torch.no_grad():
@@ -107,11 +107,11 @@ class Fsdp:
                 _fill(p, tensors[name])
 
     def gradients(self) -> NamedTensors:
-        return {name: _whole(p.grad) for name, p in self._named.items()}
+        return {name: on_cpu(_whole(p.grad)) for name, p in self._named.items()}
 
-    def optimizer_state(self) -> OptimizerState:
+    def optimizer_state(self, keep: Keep = on_cpu) -> OptimizerState:
         return {
-            name: {key: _whole(value) for key, value in self._optimizer.state[p].items()}
+            name: {key: keep(_whole(value)) for key, value in self._optimizer.state[p].items()}
             for name, p in self._named.items()
         }
 
@@ -128,14 +128,14 @@ def _local(tensor: torch.Tensor | None) -> torch.Tensor:
 
 
 def _whole(tensor: torch.Tensor | None) -> torch.Tensor:
-    """The full tensor on the CPU (collective if it is sharded).
+    """The full tensor on its device (collective if it is sharded).
 
     By one plain all-gather: `DTensor.full_tensor` goes through functional collectives, which crash on CUDA tensors
     over gloo (seen with torch 2.11, two ranks on one GPU).
     """
     assert tensor is not None
     if not isinstance(tensor, DTensor):
-        return tensor.detach().to("cpu", copy=True)
+        return tensor.detach()
     world_size = tensor.device_mesh.size()
     rows = -(-tensor.shape[0] // world_size)
     shard = _local(tensor).detach()
@@ -143,8 +143,7 @@ def _whole(tensor: torch.Tensor | None) -> torch.Tensor:
     padded[: shard.shape[0]] = shard
     gathered = shard.new_empty(rows * world_size, *tensor.shape[1:])
     dist.all_gather_into_tensor(gathered, padded)
-    whole: torch.Tensor = gathered[: tensor.shape[0]].cpu()
-    return whole
+    return gathered[: tensor.shape[0]]
 
 
 def _fill(target: torch.Tensor, full: torch.Tensor) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from allranks.config.schema import TrainingConfig
 from allranks.errors import UserError
+from allranks.strategies.base import Keep
 
 EIGHT_BIT = ("adamw_8bit", "paged_adamw_8bit")
 
@@ -86,9 +87,9 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) ->
         group["lr"] = learning_rate
 
 
-def saved_state(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """One parameter's state as tensors on the CPU; bitsandbytes counts the steps in a plain int."""
-    return {key: on_cpu(value) if torch.is_tensor(value) else torch.tensor(value) for key, value in state.items()}
+def saved_state(state: Mapping[str, Any], keep: Keep) -> dict[str, torch.Tensor]:
+    """One parameter's state as tensors that `keep` made; bitsandbytes counts the steps in a plain int."""
+    return {key: keep(torch.as_tensor(value)) for key, value in state.items()}
 
 
 def restore_state(state: dict[str, Any], saved: Mapping[str, torch.Tensor], name: str) -> None:
@@ -108,8 +109,3 @@ def restore_state(state: dict[str, Any], saved: Mapping[str, torch.Tensor], name
             state[key].copy_(value)
         else:
             state[key] = int(value)
-
-
-def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy on the CPU that shares nothing with the device's memory."""
-    return tensor.detach().to("cpu", copy=True)

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from allranks.strategies.base import NamedTensors, OptimizerState
-from allranks.strategies.optim import allocate_state, on_cpu, restore_state, saved_state, set_learning_rate
+from allranks.strategies.base import Keep, NamedTensors, OptimizerState, on_cpu
+from allranks.strategies.optim import allocate_state, restore_state, saved_state, set_learning_rate
 
 
 class Replicated:
@@ -85,8 +85,8 @@ class Replicated:
     def train_mode(self, training: bool) -> None:
         self._model.train(training)
 
-    def trainable(self) -> NamedTensors:
-        return {name: on_cpu(p) for name, p in self._named.items()}
+    def trainable(self, keep: Keep = on_cpu) -> NamedTensors:
+        return {name: keep(p) for name, p in self._named.items()}
 
     def load_trainable(self, tensors: NamedTensors) -> None:
         with torch.no_grad():
@@ -96,8 +96,8 @@ class Replicated:
     def gradients(self) -> NamedTensors:
         return {name: on_cpu(view) for name, view in self._views.items()}
 
-    def optimizer_state(self) -> OptimizerState:
-        return {name: saved_state(self._optimizer.state[p]) for name, p in self._named.items()}
+    def optimizer_state(self, keep: Keep = on_cpu) -> OptimizerState:
+        return {name: saved_state(self._optimizer.state[p], keep) for name, p in self._named.items()}
 
     def load_optimizer_state(self, state: OptimizerState) -> None:
         for name, p in self._named.items():

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from allranks.strategies.base import NamedTensors, OptimizerState
-from allranks.strategies.optim import allocate_state, on_cpu, set_learning_rate
+from allranks.strategies.base import Keep, NamedTensors, OptimizerState, on_cpu
+from allranks.strategies.optim import allocate_state, set_learning_rate
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -134,10 +134,10 @@ class Zero:
     def train_mode(self, training: bool) -> None:
         self._engine.train(training)
 
-    def trainable(self) -> NamedTensors:
+    def trainable(self, keep: Keep = on_cpu) -> NamedTensors:
         from deepspeed.utils import safe_get_full_fp32_param
 
-        return {name: on_cpu(safe_get_full_fp32_param(p)) for name, p in self._named.items()}
+        return {name: keep(safe_get_full_fp32_param(p)) for name, p in self._named.items()}
 
     def load_trainable(self, tensors: NamedTensors) -> None:
         from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
@@ -177,12 +177,12 @@ class Zero:
 
         return {name: on_cpu(safe_get_full_grad(p)) for name, p in self._named.items()}
 
-    def optimizer_state(self) -> OptimizerState:
+    def optimizer_state(self, keep: Keep = on_cpu) -> OptimizerState:
         from deepspeed.utils import safe_get_full_optimizer_state
 
-        step = on_cpu(self._base.state[self._masters()[0]]["step"])
+        step = self._base.state[self._masters()[0]]["step"]
         return {
-            name: {"step": step, **{key: on_cpu(safe_get_full_optimizer_state(p, key)) for key in _MOMENTS}}
+            name: {"step": keep(step), **{key: keep(safe_get_full_optimizer_state(p, key)) for key in _MOMENTS}}
             for name, p in self._named.items()
         }
 

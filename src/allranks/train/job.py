@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from allranks.batches.order import SampleOrder
 from allranks.batches.split import Cost
+from allranks.checkpoints.host_copies import HostCopies
 from allranks.checkpoints.store import CheckpointStore
 from allranks.data.prepare import PreparedData
 from allranks.strategies.base import Strategy
@@ -69,6 +70,7 @@ class Job:
         total_steps: optimizer steps of the run.
         scale: loss scale (fp16).
         store: checkpoints; while the writer of the context is busy, its alone.
+        copies: what a checkpoint is written from; while the writer is busy, its alone too.
         saving: the save on whose end the ranks have not agreed yet; the same on all of them but for its times.
         checkpointing: the model recomputes activations in backward.
         position: how far the run is.
@@ -93,6 +95,7 @@ class Job:
     store: CheckpointStore
     checkpointing: bool
     position: Position
+    copies: HostCopies = field(default_factory=HostCopies)
     saving: SaveUnderWay | None = None
     earlier_s: float = 0.0
     eval_loss_before: float | None = None

@@ -10,6 +10,8 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
+import torch
+
 from allranks.checkpoints.background import Snapshot
 from allranks.checkpoints.store import TrainState
 from allranks.errors import StopTraining
@@ -41,7 +43,9 @@ def save(ctx: Context, job: Job, *, wait: bool) -> None:
         ctx.injector.at("save", at.key.step)
         if not (ctx.is_main or job.strategy.gathers):
             return None
-        adapter, optimizer = job.strategy.trainable(), job.strategy.optimizer_state()
+        job.copies.begin()
+        keep = job.copies.copy if ctx.is_main else _drop
+        adapter, optimizer = job.strategy.trainable(keep), job.strategy.optimizer_state(keep)
         if not ctx.is_main:
             return None
         return Snapshot(
@@ -129,6 +133,11 @@ def _end(ctx: Context, job: Job) -> None:
         tell_saved(ctx, job)
     finally:
         job.saving = None
+
+
+def _drop(_tensor: torch.Tensor) -> torch.Tensor:
+    """For a rank that only takes part in the gathering."""
+    return torch.empty(0, device="cpu")
 
 
 def _wait(ctx: Context, job: Job) -> None:
