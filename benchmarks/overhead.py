@@ -1,23 +1,27 @@
 """What guard, votes, heartbeats and bookkeeping cost an undisturbed run: with and without them in turn, in one run.
 
-    python benchmarks/overhead.py --shape llama3-8b --profile ddp --pairs 12 --out benchmarks/results
+    python benchmarks/overhead.py --shape llama3-8b --profile single --batch 8 --tokens 2000 --out benchmarks/results
+    python benchmarks/overhead.py --shape llama3-8b --profile ddp --out benchmarks/results
 
-Two ranks (on one GPU over gloo if there is one card) train in blocks of steps. In every other block the worker's
-attempts, votes, failure flag, progress page and liveness thread are taken out and only its forward, backward, reduction
-and optimizer step are left. The result is the ratio of neighbouring blocks. In a third kind of block the ranks wait for
+In every other step the worker's attempts, votes, failure flag, progress page and liveness thread are taken out and only
+its forward, backward, reduction and optimizer step are left. The result is the ratio of neighbouring steps, with the
+95 % confidence interval of its median. With one rank the main thread's time in the coordinator's code is taken as well.
+
+With two ranks (on one GPU over gloo if there is one card) there is a third kind of step, in which the ranks wait for
 each other just before each vote, so that the vote alone is timed; of each vote the shortest time of all ranks counts,
-which is that of the one that came last and waited for no other. With `--profile single` there are no votes, and no
-second process that shares the card. Writes one JSON file.
+which is that of the one that came last and waited for no other. Writes one JSON file.
 
-    python benchmarks/overhead.py --shape llama3-8b --of history --out benchmarks/results
+    python benchmarks/overhead.py --shape llama3-8b --of history --block 5 --out benchmarks/results
 
-measures `oom.memory_history` in the same way: with and without the record of the allocator's last 100,000 events.
+measures `oom.memory_history` in the same way, with and without the record of the allocator's last 100,000 events, in
+blocks of steps of which the first is not counted.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -33,24 +37,28 @@ import yaml
 from gpu_one_card import SHAPES, free_port, make_even_set, make_model
 
 ROOT = Path(__file__).resolve().parents[1]
-BLOCK = 5
-"""Steps; the first of each is not counted."""
-KINDS = ("with", "without", "timed")
+WARM_UP_STEPS = 10
 
 
-def kind_of(step: int) -> str:
-    """With and without in turn, and at the end of each two pairs a block with timed votes."""
-    return ("with", "without", "without", "with", "timed")[(step - 1) // BLOCK % 5]
+def kind_of(step: int, block: int, ranks: int) -> str:
+    """With and without in turn, in blocks of `block` steps; of several ranks, timed votes after each two pairs."""
+    order = ("with", "without", "without", "with", *(("timed",) if ranks > 1 else ()))
+    return order[(step - 1) // block % len(order)]
 
 
 class Worker:
     """Patches of the real worker on one rank."""
 
-    def __init__(self, out: Path) -> None:
+    def __init__(self, out: Path, block: int) -> None:
         self.out = out.with_name(f"{out.name}.rank{os.environ.get('RANK', '0')}")
+        self.block, self.ranks = block, int(os.environ.get("WORLD_SIZE", "1"))
         self.kind = ""
         self.votes: list[float] = []
-        self.commits: list[tuple[int, str, float]] = []
+        self.commits: list[tuple[int, str, float, float]] = []
+        self.coordinating_s = 0.0
+
+    def kind_of(self, step: int) -> str:
+        return kind_of(step, self.block, self.ranks)
 
     def patch(self, of: str) -> None:
         """Put switches into the loop."""
@@ -71,9 +79,10 @@ class Worker:
             if ctx.rank.device.type == "cuda":
                 torch.cuda.synchronize()
             step = job.position.step
-            self.commits.append((step, kind_of(step), time.perf_counter()))
+            self.commits.append((step, self.kind_of(step), time.perf_counter(), self.coordinating_s))
+            self.coordinating_s = 0.0
             self.out.write_text(json.dumps({"votes": self.votes, "commits": self.commits}), encoding="utf-8")
-            also(kind_of(step + 1))
+            also(self.kind_of(step + 1))
 
         loop._commit = noted_commit  # type: ignore[assignment]
 
@@ -97,9 +106,11 @@ class Worker:
         look, notice = Liveness._look, Liveness._notice
 
         def bare_together(ctx: Any, phase: Any, number: int, work: Any, *, collective: bool = False) -> Any:
-            self.kind = kind_of(number)
+            self.kind = self.kind_of(number)
             if self.kind != "without":
-                return together(ctx, phase, number, work, collective=collective)
+                return self.all_but(
+                    work, lambda inner: together(ctx, phase, number, inner, collective=collective), ctx.flag
+                )
             at = Attempt(key=ctx.key(phase, number, 0), phase=phase, entered=lambda *_: None)
             raised, ctx.flag.leave_if_raised = ctx.flag.leave_if_raised, lambda _key: None
             value = work(at)
@@ -108,7 +119,9 @@ class Worker:
             return value, Tally(ballots=(fine,) * ctx.world_size)
 
         def bare_half_done(ctx: Any, phase: str, number: int, work: Any) -> Any:
-            return work() if self.kind == "without" else half_done(ctx, phase, number, work)
+            if self.kind == "without":
+                return work()
+            return self.all_but(work, lambda inner: half_done(ctx, phase, number, inner))
 
         def bare_vote_two(control: Any, ballot: Any) -> Any:
             if self.kind == "without":
@@ -128,6 +141,34 @@ class Worker:
             control, lambda: vote_one(control, ballot)
         )
 
+    def all_but(self, work: Any, guarded: Any, flag: Any = None) -> Any:
+        """What `guarded` takes beside `work`, and what `work` itself does for the coordinator, is the coordinator's."""
+        working_s = 0.0
+
+        def noted(*at: Any) -> Any:
+            nonlocal working_s
+            if at:
+                at[0].entered = self.clocked(at[0].entered)
+                flag.leave_if_raised = self.clocked(type(flag).leave_if_raised.__get__(flag))
+            began = time.perf_counter()
+            value = work(*at)
+            working_s += time.perf_counter() - began
+            return value
+
+        began = time.perf_counter()
+        value = guarded(noted)
+        self.coordinating_s += time.perf_counter() - began - working_s
+        return value
+
+    def clocked(self, call: Any) -> Any:
+        def timed(*arguments: Any) -> Any:
+            began = time.perf_counter()
+            value = call(*arguments)
+            self.coordinating_s += time.perf_counter() - began
+            return value
+
+        return timed
+
     def timed(self, control: Any, vote: Any) -> Any:
         """The vote alone, after all ranks have come to it."""
         if self.kind != "timed":
@@ -143,8 +184,8 @@ def worker() -> None:
     """Run one rank."""
     from allranks.train.__main__ import main as real
 
-    of, _, out = os.environ["ALLRANKS_BENCH"].partition(":")
-    Worker(Path(out)).patch(of)
+    of, block, out = os.environ["ALLRANKS_BENCH"].split(":", maxsplit=2)
+    Worker(Path(out), int(block)).patch(of)
     real(sys.argv[1:])
 
 
@@ -159,30 +200,47 @@ def votes_of(noted: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def summary(noted: dict[str, Any]) -> dict[str, Any]:
+def summary(noted: dict[str, Any], block: int, ranks: int) -> dict[str, Any]:
     """Ratios of neighbouring blocks, with by without."""
-    blocks: list[tuple[str, list[float]]] = []
     commits = noted["commits"]
-    for (step, kind, at), (_, earlier_kind, before) in zip(commits[1:], commits, strict=False):
-        if (step - 1) % BLOCK == 0 or kind != earlier_kind:
-            if (step - 1) % BLOCK == 0:
-                blocks.append((kind, []))
-            continue
-        if blocks:
-            blocks[-1][1].append(at - before)
-    medians = [(kind, statistics.median(seconds)) for kind, seconds in blocks if len(seconds) == BLOCK - 1]
+    took = {step: at - before for (step, _, at, _), (_, _, before, _) in zip(commits[1:], commits, strict=False)}
+    last = max(took)
+    medians = []
+    for first in range(1, last - block + 2, block):
+        steps = range(first + (block > 1), first + block)
+        if first > WARM_UP_STEPS:
+            medians.append((kind_of(first, block, ranks), statistics.median(took[step] for step in steps)))
     ratios = []
     for (kind, mine), (other, theirs) in pairwise(medians):
         if {kind, other} == {"with", "without"}:
             ratios.append(mine / theirs if kind == "with" else theirs / mine)
-    return {
+    told = {
         "seconds_of_a_step": {
             kind: round(statistics.median(s for k, s in medians if k == kind), 4) for kind in ("with", "without")
         },
         "pairs": len(ratios),
         "overhead_percent_median": round(100 * (statistics.median(ratios) - 1), 3),
-        "overhead_percent_quartiles": [round(100 * (q - 1), 3) for q in statistics.quantiles(ratios, n=4)],
+        "overhead_percent_confidence_95": [round(100 * (bound - 1), 3) for bound in confidence(ratios)],
     }
+    inside = [(of, took[step]) for step, kind, _, of in commits if kind == "with" and step > WARM_UP_STEPS]
+    if ranks == 1 and any(of for of, _ in inside):
+        told["main_thread_in_the_coordinator_milliseconds_a_step"] = round(
+            1000 * statistics.median(of for of, _ in inside), 3
+        )
+        told["main_thread_in_the_coordinator_percent"] = round(
+            100 * statistics.median(of / whole for of, whole in inside), 4
+        )
+    return told
+
+
+def confidence(values: Sequence[float]) -> tuple[float, float]:
+    """95 % confidence interval of the median, from the order of the values alone (sign test)."""
+    ordered, n = sorted(values), len(values)
+    below = 0  # values that may be cut off at either end
+    while sum(math.comb(n, k) for k in range(below + 1)) / 2**n <= 0.025:
+        below += 1
+    cut = max(0, below - 1)
+    return ordered[cut], ordered[n - 1 - cut]
 
 
 def main() -> None:
@@ -191,7 +249,9 @@ def main() -> None:
     parser.add_argument("--shape", choices=list(SHAPES), required=True)
     parser.add_argument("--of", choices=("coordinator", "history"), default="coordinator")
     parser.add_argument("--profile", default="ddp")
-    parser.add_argument("--pairs", type=int, default=12)
+    parser.add_argument("--pairs", type=int, default=40)
+    parser.add_argument("--block", type=int, default=1, help="steps of one kind in a row")
+    parser.add_argument("--batch", type=int, default=4, help="samples of a step, one micro-batch on each rank")
     parser.add_argument("--tokens", type=int, default=1000, help="of each sample, about")
     parser.add_argument("--work", type=Path, default=Path("/tmp/allranks-bench"))
     parser.add_argument("--out", type=Path, required=True)
@@ -201,14 +261,15 @@ def main() -> None:
     model = arguments.work / f"model-{arguments.shape}"
     if not (model / "config.json").exists():
         make_model(arguments.shape, model)
-    steps = (arguments.pairs // 2) * 5 * BLOCK
+    ranks = 1 if arguments.profile == "single" else 2
+    steps = WARM_UP_STEPS + (arguments.pairs // 2) * (4 + (ranks > 1)) * arguments.block
     make_even_set(work / "train.jsonl", samples=64, tokens=arguments.tokens)
     config = {
         "model": {"name_or_path": str(model)},
         "data": {"train": str(work / "train.jsonl"), "max_length": arguments.tokens + 8},
         "training": {
-            "global_batch_size": 4,
-            "per_device_train_batch_size": 2,
+            "global_batch_size": arguments.batch,
+            "per_device_train_batch_size": arguments.batch // ranks,
             "num_train_epochs": 1_000_000,
             "max_steps": steps,
             "logging_steps": steps,
@@ -218,11 +279,11 @@ def main() -> None:
     file_of_run = work / "run.yaml"
     file_of_run.write_text(yaml.safe_dump(config), encoding="utf-8")
     argv = [sys.executable, "-m", "accelerate.commands.launch"]
-    ranks = 1 if arguments.profile == "single" else 2
     argv += ["--config_file", str(ROOT / f"profiles/{arguments.profile}.yaml"), "--num_processes", str(ranks)]
     argv += ["--main_process_port", str(free_port()), str(Path(__file__).resolve()), str(file_of_run)]
     noted = work / "noted"
-    subprocess.run(argv, env={**os.environ, "ALLRANKS_BENCH": f"{arguments.of}:{noted}"}, check=True, cwd=work)
+    asked = {**os.environ, "ALLRANKS_BENCH": f"{arguments.of}:{arguments.block}:{noted}"}
+    subprocess.run(argv, env=asked, check=True, cwd=work)
     from allranks.train.versions import versions
 
     told = [json.loads(noted.with_name(f"noted.rank{rank}").read_text(encoding="utf-8")) for rank in range(ranks)]
@@ -231,7 +292,7 @@ def main() -> None:
         "versions": versions(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "profile": arguments.profile,
-        "ranks": {str(rank): summary(each) for rank, each in enumerate(told)},
+        "ranks": {str(rank): summary(each, arguments.block, ranks) for rank, each in enumerate(told)},
         "both_votes": votes_of(told) if ranks > 1 and told[0]["votes"] else None,
     }
     arguments.out.mkdir(parents=True, exist_ok=True)

@@ -4,12 +4,12 @@
 
 One run of `allranks drill` per profile, all at the same time, of two ranks each; they share the GPU, over gloo, if
 there is only one. The faults are `alloc`, the allocator's own refusal of a request for more than the device has, in
-forward, backward and the optimizer step in turn, on either rank, `--apart` steps from one another: four unexplained
-failures within 100 steps would be called a leak. With `--one-by-one` the runs follow each other and the times mean
-something: seconds from the fault to the retry, or until the ranks that were started again begin a step, as a multiple
-of the cold start of the same run up to its first step. (The step itself is left out: its micro-batches are smaller then
-and more.) The moment of a fault is that of the mark which the injector leaves just before it: these times hold the
-handling of the exception and the snapshot of the memory. Writes one JSON file.
+forward, backward and the optimizer step in turn, on either rank, `--apart` steps from one another: four failures in
+forward or backward within 100 steps would be called a leak. With `--one-by-one` the runs follow each other and the
+times mean something: seconds from the fault to the retry, or until the ranks that were started again begin a step, as a
+multiple of the cold start of the same run up to its first step. (The step itself is left out: its micro-batches are
+smaller then and more.) The moment of a fault is that of the mark which the injector leaves just before it: these times
+hold the handling of the exception and the snapshot of the memory. Writes one JSON file.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ SHAPES["small"] = {
 }
 
 
-def faults(count: int, apart: int) -> list[dict[str, Any]]:
-    """The planned faults, the first of them after the caches have warmed up."""
+def faults(count: int, first: int, apart: int) -> list[dict[str, Any]]:
+    """The planned faults, on each rank and in each phase in turn."""
     return [
-        {"rank": number % 2, "step": (number + 1) * apart, "phase": PHASES[number % 3], "kind": "alloc"}
+        {"rank": number % 2, "step": first + number * apart, "phase": PHASES[number % 3], "kind": "alloc"}
         for number in range(count)
     ]
 
@@ -57,7 +57,7 @@ def run(
     profile: str, planned: list[dict[str, Any]], model: Path, work: Path, arguments: argparse.Namespace
 ) -> dict[str, Any]:
     """One run with all faults, and what its events tell."""
-    steps = (len(planned) + 1) * arguments.apart
+    steps = planned[-1]["step"] + arguments.apart
     config = {
         "model": {"name_or_path": str(model)},
         "lora": {"r": 8},
@@ -69,7 +69,7 @@ def run(
             "max_steps": steps,
         },
         "oom": {"max_respawns": 10 * len(planned)},
-        "output": {"dir": str(work / "runs"), "name": profile, "save_steps": max(1, arguments.apart // 4)},
+        "output": {"dir": str(work / "runs"), "name": profile, "save_steps": arguments.save_steps},
     }
     run_dir = work / "runs" / f"{profile}-drill"
     shutil.rmtree(run_dir, ignore_errors=True)
@@ -107,8 +107,10 @@ def measured(run_dir: Path, planned: list[dict[str, Any]], steps: int, began: fl
         at = mark.stat().st_mtime
         later = [event for event in main if event["time"] >= at]
         answer = next((event for event in later if event["kind"] in ("retry", "respawn", "stop")), None)
-        again = next((event for event in later if event["kind"] == "step"), None)
-        if answer is None or again is None:
+        if answer is None:
+            continue
+        again = next((event for event in later if event["kind"] == "step" and event["time"] > answer["time"]), None)
+        if again is None:
             continue
         phase = planned[int(mark.name.partition("-")[0])]["phase"]
         if answer["kind"] == "retry":
@@ -184,7 +186,9 @@ def main() -> None:
     parser.add_argument("--shape", choices=list(SHAPES), default="small")
     parser.add_argument("--profiles", default="ddp,zero2,zero3,fsdp")
     parser.add_argument("--faults", type=int, default=20)
-    parser.add_argument("--apart", type=int, default=34, help="steps from one fault to the next")
+    parser.add_argument("--first", type=int, default=10, help="step of the first fault, when the caches are warm")
+    parser.add_argument("--apart", type=int, default=26, help="steps from one fault to the next")
+    parser.add_argument("--save-steps", type=int, default=8)
     parser.add_argument("--batch", type=int, default=16, help="samples of a step; half of them in a micro-batch")
     parser.add_argument("--one-by-one", action="store_true")
     parser.add_argument("--limit-s", type=float, default=540.0, help="of each run")
@@ -197,7 +201,7 @@ def main() -> None:
     if not (model / "config.json").exists():
         make_model(arguments.shape, model)
     write_tiny_set(work / "train.jsonl", samples=400, seed=1)
-    planned = faults(arguments.faults, arguments.apart)
+    planned = faults(arguments.faults, arguments.first, arguments.apart)
     profiles = arguments.profiles.split(",")
     arguments.out.mkdir(parents=True, exist_ok=True)
     target = arguments.out / f"recovery-{arguments.shape}{'-one-by-one' if arguments.one_by_one else ''}.json"

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
+from functools import cache
 from typing import Any, Self
 
 from allranks.coordinator.failure import Classification
@@ -56,7 +57,7 @@ def _maybe_kind(number: float) -> FailureKind | None:
     return None if math.isnan(number) else _KINDS[int(number)]
 
 
-_DECODERS: dict[str, Callable[[float], Any]] = {
+_DECODERS: dict[str, Callable[[float], Any]] = {  # by the annotation of a field
     "bool": bool,
     "int": int,
     "float": float,
@@ -73,13 +74,18 @@ class _Row:
 
     def to_row(self) -> list[float]:
         """The fields as numbers, in their order."""
-        return [_as_number(getattr(self, field.name)) for field in fields(self)]
+        return [_as_number(getattr(self, name)) for name, _ in _columns(type(self))]  # type: ignore[arg-type]
 
     @classmethod
     def from_row(cls, row: Sequence[float]) -> Self:
         """Inverse of `to_row`."""
-        pairs = zip(fields(cls), row, strict=True)
-        return cls(**{field.name: _DECODERS[str(field.type)](number) for field, number in pairs})
+        pairs = zip(_columns(cls), row, strict=True)  # type: ignore[arg-type]
+        return cls(**{name: decode(number) for (name, decode), number in pairs})
+
+
+@cache  # mypy holds a class to the hash of its instances
+def _columns(of: type[Any]) -> tuple[tuple[str, Callable[[float], Any]], ...]:
+    return tuple((field.name, _DECODERS[str(field.type)]) for field in fields(of))
 
 
 @dataclass(frozen=True, kw_only=True)

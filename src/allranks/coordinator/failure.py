@@ -272,7 +272,7 @@ class FailureRecord:
         return f"{place}-a{self.attempt}-rank{self.rank}.json"
 
     def write(self, run_dir: Path) -> Path | None:
-        """Write this record in one piece.
+        """Write this record in one piece. It outlives the process, and waits for no disk: all ranks wait for the vote.
 
         Returns:
             Its path, or None if the disk refused: the vote must go on without it.
@@ -281,10 +281,7 @@ class FailureRecord:
         draft = path.with_suffix(f".{os.getpid()}.tmp")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with draft.open("w", encoding="utf-8") as file:
-                json.dump(asdict(self), file)
-                file.flush()
-                os.fsync(file.fileno())
+            draft.write_text(json.dumps(asdict(self)), encoding="utf-8")
             draft.replace(path)
         except OSError:
             return None
