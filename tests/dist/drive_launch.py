@@ -14,6 +14,7 @@ import yaml
 
 from allranks import environment
 from allranks.config.schema import DataConfig, ModelConfig, OomConfig, RunConfig
+from allranks.errors import AllranksError
 from allranks.launch.command import build_launch
 from allranks.launch.local import run
 from allranks.launch.logs import Console
@@ -54,7 +55,11 @@ def main(run_dir: Path, kind: str, grace_s: float, behaviour: list[str]) -> int:
         )
         argv = tuple("rank_stand_in" if word == "allranks.train" else word for word in request.argv)
         request = replace(request, argv=(*argv, *behaviour))
-        outcome = run(request, run_dir, world_size=plan.world_size, console=console, grace_s=grace_s)
+        try:
+            outcome = run(request, run_dir, world_size=plan.world_size, console=console, grace_s=grace_s)
+        except AllranksError as error:
+            console.line(f"error: {error}")
+            return error.exit_code
     for line in outcome.tail:
         console.line(f"tail: {line}")
     console.line(f"outcome: {outcome.message}")

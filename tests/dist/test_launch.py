@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pty
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -161,6 +162,18 @@ def test_two_launches_at_once_do_not_meet(run_dir: Path, tmp_path: Path) -> None
 def test_the_verdict_becomes_the_exit_code(kind: str, code: ExitCode, run_dir: Path) -> None:
     with launch(run_dir, "verdict", str(int(code)), kind=kind) as started:
         assert started.wait() == code
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("kind", ["single", "ddp"])
+def test_a_run_directory_that_is_removed_ends_the_launch_with_a_word(kind: str, run_dir: Path) -> None:
+    with launch(run_dir, "deaf", kind=kind) as started:
+        started.wait_for("[rank 0] ready")
+        shutil.rmtree(run_dir)
+        assert started.wait() == ExitCode.STORAGE
+    log_dir = run_dir / "logs" / "launch-0001"
+    assert f"error: {log_dir} was removed while the run went on: all ranks were ended" in started.lines
+    assert not started.below()
 
 
 @pytest.mark.timeout(120)

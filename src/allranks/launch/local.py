@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 
 from allranks import environment
-from allranks.checkpoints.durable import free_bytes
+from allranks.checkpoints.durable import StorageError, free_bytes
 from allranks.errors import ExitCode
 from allranks.launch.command import LaunchRequest
 from allranks.launch.logs import LAUNCHER_LOG, Console, RankLogs
@@ -59,6 +59,7 @@ def run(
 
     Raises:
         UserError: the run directory can't be written; nothing was started.
+        StorageError: it was removed meanwhile; all ranks were ended.
     """
     try:
         discard_verdict(run_dir)
@@ -76,7 +77,7 @@ def run(
             while True:
                 process = _start(request)
                 tree.grow_from(process)
-                killed = _attend(process, stop, logs, None if request.one_process else deaths)
+                killed = _attend(process, request.log_dir, stop, logs, None if request.one_process else deaths)
                 _end_stragglers(tree, logs, signals)
                 alone = request.one_process and deaths is not None and killed is None and not signals.names
                 if not alone or process.returncode == 0 or read_verdict(run_dir) is not None:
@@ -182,9 +183,12 @@ class _Stop:
         return why
 
 
-def _attend(process: subprocess.Popen[bytes], stop: _Stop, logs: RankLogs, deaths: DeathWatch | None) -> str | None:
+def _attend(
+    process: subprocess.Popen[bytes], log_dir: Path, stop: _Stop, logs: RankLogs, deaths: DeathWatch | None
+) -> str | None:
     """Stay until accelerate is gone; the reason if it was we who killed it on request."""
     while process.poll() is None:
+        _require(log_dir)
         logs.pump()
         if deaths is not None:
             deaths.look()
@@ -195,6 +199,18 @@ def _attend(process: subprocess.Popen[bytes], stop: _Stop, logs: RankLogs, death
             return why
         time.sleep(_POLL_S)  # logs, processes and signals: no one thing to wait for tells of all three
     return None
+
+
+def _require(log_dir: Path) -> None:
+    try:
+        log_dir.stat()
+    except FileNotFoundError:
+        raise StorageError(
+            f"{log_dir} was removed while the run went on: all ranks were ended\n"
+            "    fix: let the run end before its directory goes; Ctrl-C ends it, and what it has saved can be resumed"
+        ) from None
+    except OSError:
+        pass  # what a network file system answers while its server is away says nothing of the folder
 
 
 def _end_stragglers(tree: Tree, logs: RankLogs, signals: _StopSignals) -> None:

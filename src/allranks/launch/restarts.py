@@ -71,9 +71,12 @@ class DeathWatch:
 
     def _new_text(self) -> str:
         """Whole lines that accelerate and torchrun wrote since the last call."""
-        with (self._log_dir / LAUNCHER_LOG).open("rb") as file:
-            file.seek(self._read_bytes)
-            data = file.read()
+        try:
+            with (self._log_dir / LAUNCHER_LOG).open("rb") as file:
+                file.seek(self._read_bytes)
+                data = file.read()
+        except OSError:
+            return ""  # read at the next look, if the disk is only away for a moment
         data = data[: data.rfind(b"\n") + 1]
         self._read_bytes += len(data)
         return data.decode(errors="replace")
