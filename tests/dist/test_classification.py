@@ -2,47 +2,15 @@
 
 from __future__ import annotations
 
-import csv
 import json
-import random
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from runs import Finished, config_of, launch, launch_bare
+from runs import Finished, classifier_config, launch, launch_bare
 
 pytestmark = pytest.mark.timeout(240)
-
-LABELS = ("calm", "glad", "sad")
-WORDS = {"calm": "sea sky", "glad": "sun song", "sad": "rain grey"}
-
-
-def _write_csv(path: Path, *, samples: int, seed: int) -> Path:
-    rng = random.Random(seed)
-    with path.open("w", encoding="utf-8", newline="") as file:
-        rows = csv.writer(file)
-        rows.writerow(["text", "label"])
-        for number in range(samples):
-            label = LABELS[number % 3]
-            rows.writerow([" ".join(rng.choices(WORDS[label].split(), k=rng.randint(2, 9))), label])
-    return path
-
-
-def _config(model: Path, folder: Path, **changes: Any) -> dict[str, Any]:
-    train = _write_csv(folder / "train.csv", samples=60, seed=1)
-    held_out = _write_csv(folder / "eval.csv", samples=13, seed=2)
-    return config_of(
-        model,
-        folder,
-        model__task="sequence-classification",
-        data__train=str(train),
-        data__eval=str(held_out),
-        training__max_steps=6,
-        training__eval_on_start=True,
-        **changes,
-    )
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +21,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def ddp(tiny_llama_dir: Path, folder: Path) -> tuple[Finished, dict[str, torch.Tensor]]:
     logits = folder / "logits.safetensors"
-    config = _config(tiny_llama_dir, folder, output__name="ddp")
+    config = classifier_config(tiny_llama_dir, folder, output__name="ddp")
     run = launch_bare(config, folder, profile="ddp", ranks=2, observe={"logits": str(logits)})
     assert run.status == 0, run.output
     from safetensors.torch import load_file
@@ -121,6 +89,6 @@ def test_single_gives_the_same_classifier(
     ddp: tuple[Finished, dict[str, torch.Tensor]], tiny_llama_dir: Path, folder: Path
 ) -> None:
     expected, _ = ddp
-    run = launch(_config(tiny_llama_dir, folder, output__name="single"), folder, profile="single", ranks=1)
+    run = launch(classifier_config(tiny_llama_dir, folder, output__name="single"), folder, profile="single", ranks=1)
     assert run.status == 0, run.output
     assert run.losses() == pytest.approx(expected.losses(), rel=1e-5)

@@ -9,6 +9,7 @@ import torch
 
 from allranks.config.schema import TrainingConfig
 from allranks.errors import UserError
+from allranks.strategies.base import on_cpu
 from allranks.strategies.optim import allocate_state, build_optimizer, restore_state, saved_state
 
 ELEMENTS = 8192
@@ -33,7 +34,7 @@ def test_a_restored_optimizer_goes_on_as_if_never_stopped(optim: str) -> None:
     weight = torch.nn.Parameter(torch.zeros(ELEMENTS))
     optimizer = _optimizer(optim, weight)
     _steps(optimizer, weight, range(3))
-    state, at_three = saved_state(optimizer.state[weight]), weight.detach().clone()
+    state, at_three = saved_state(optimizer.state[weight], on_cpu), weight.detach().clone()
     _steps(optimizer, weight, range(3, 6))
 
     again = torch.nn.Parameter(at_three)
@@ -46,7 +47,7 @@ def test_a_restored_optimizer_goes_on_as_if_never_stopped(optim: str) -> None:
 def test_state_that_lacks_a_field_is_refused_by_name() -> None:
     weight = torch.nn.Parameter(torch.zeros(ELEMENTS))
     optimizer = _optimizer("adamw_8bit", weight)
-    state = saved_state(optimizer.state[weight])
+    state = saved_state(optimizer.state[weight], on_cpu)
     del state["step"]
     with pytest.raises(UserError, match=r"optimizer state of layer.w has .*absmax1.*\n    fix: resume with"):
         restore_state(optimizer.state[weight], state, "layer.w")

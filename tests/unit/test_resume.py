@@ -22,7 +22,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "model.task": st.sampled_from(["causal-lm", "sequence-classification"]),
     "model.num_labels": st.sampled_from([None, 2, 3]),
     "model.trust_remote_code": st.booleans(),
-    "model.attn_implementation": st.sampled_from(["sdpa", "eager"]),
+    "model.attn_implementation": st.sampled_from(["auto", "flash_attention_2", "varlen_attn", "sdpa", "eager"]),
     "model.resize_token_embeddings": st.booleans(),
     "quantization.load_in_4bit": st.booleans(),
     "quantization.bnb_4bit_quant_type": st.sampled_from(["nf4", "fp4"]),

@@ -267,7 +267,14 @@ def test_a_broken_verdict_is_named(tmp_path: Path) -> None:
 
 def full_run(folder: Path) -> Run:
     run = Run(folder).launch().data()
-    run.logs[0].write("model", parameters=137_000_000, trainable=2_440_000, base_bytes=120_000_000)
+    run.logs[0].write(
+        "model",
+        parameters=137_000_000,
+        trainable=2_440_000,
+        base_bytes=120_000_000,
+        attention="varlen_attn",
+        padding_free=True,
+    )
     run.steps(1, 2).failure(3).retry(3, [2, 128]).steps(3)
     run.logs[0].write("skipped_step", step=4, reason="fp16 overflow")
     run.logs[0].write("eval", step=3, loss=1.9, samples=5, target_tokens=50, seconds=1.5)
@@ -284,7 +291,8 @@ demo
   state   stopped: a checkpoint could not be written or read, 2001-09-09 01:46
   folder  runs/demo
   profile zero2 on 2 cpu ranks · fp32 · global batch 8 · 1 launch
-  model   smol · 2.44 of 137.0 million parameters trained · base 114 MiB
+  model   smol · 2.44 of 137.0 million parameters trained · base 114 MiB ·
+          attention varlen_attn, no padding
   data    train.jsonl · 90 samples, 5 for evaluation · at most 64 tokens, 3
           truncated · 1 skipped
   steps   3/24

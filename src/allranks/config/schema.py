@@ -31,7 +31,13 @@ class ModelConfig(_Section):
         None, ge=2, le=MAX_COUNT, description="Classes of sequence-classification; default: found in the data."
     )
     trust_remote_code: bool = Field(False, description="Run Python code that comes with the model.")
-    attn_implementation: Literal["sdpa", "eager"] = Field("sdpa", description="Attention kernel of transformers.")
+    attn_implementation: Literal["auto", "flash_attention_3", "flash_attention_2", "varlen_attn", "sdpa", "eager"] = (
+        Field(
+            "sdpa",
+            description="Attention kernel; auto takes the first that works of flash_attention_2, varlen_attn (the same "
+            "kernel inside torch), sdpa and eager. The flash kernels and varlen_attn train without padding.",
+        )
+    )
     resize_token_embeddings: bool = Field(
         False,
         description="Add the tokenizer's extra tokens to the embedding; it is then trained and saved with the adapter.",

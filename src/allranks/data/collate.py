@@ -1,13 +1,78 @@
-"""Micro-batches as padded tensors."""
+"""Micro-batches as tensors: padded rows, or one flat sequence."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
 from allranks.data.tokens import IGNORED_LABEL, Tokens
+
+ModelInputs = dict[str, torch.Tensor | int]
+"""Keyword arguments of a model, ``labels`` among them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collate:
+    """Makes the micro-batches of one run.
+
+    Attributes:
+        pad_token_id: written where there is no token.
+        flat: one sequence without padding, for kernels that keep samples apart by their starts.
+    """
+
+    pad_token_id: int
+    flat: bool
+
+    def __call__(self, samples: Sequence[Tokens]) -> ModelInputs:
+        """As `flat_batch` or `pad_batch` makes it."""
+        return flat_batch(samples, self.pad_token_id) if self.flat else {**pad_batch(samples, self.pad_token_id)}
+
+    def tokens(self, lengths: Sequence[int]) -> int:
+        """What a micro-batch of samples of these lengths holds, padding included."""
+        return sum(lengths) if self.flat else len(lengths) * max(lengths, default=0)
+
+
+def on_device(batch: Mapping[str, torch.Tensor | int], device: torch.device) -> ModelInputs:
+    """`batch` with its tensors on `device`."""
+    return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+
+
+def flat_batch(samples: Sequence[Tokens], pad_token_id: int) -> ModelInputs:
+    """All `samples` end to end.
+
+    Args:
+        samples: of one micro-batch; none gives a filler, as `pad_batch` does.
+        pad_token_id: the token of the filler.
+
+    Returns:
+        int64 tensors ``input_ids``, ``position_ids`` (from 0 in each sample) and ``labels``, each [1, tokens], the
+        first label of each sample being -100, for no token of its own sample comes before it; int32 tensors
+        ``cu_seq_lens_q`` and ``cu_seq_lens_k``, [samples + 1], where each sample begins, and the end; and the ints
+        ``max_length_q`` and ``max_length_k``. For sequence-classification ``labels`` is [samples].
+    """
+    if not samples:
+        samples = [Tokens(input_ids=[pad_token_id], labels=[IGNORED_LABEL])]
+    lengths = torch.tensor([len(sample.input_ids) for sample in samples])
+    starts = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    if any(len(sample.labels) != len(sample.input_ids) for sample in samples):
+        labels = torch.tensor([sample.labels[0] for sample in samples])
+    else:
+        labels = torch.tensor([label for sample in samples for label in (IGNORED_LABEL, *sample.labels[1:])])[None]
+    places = torch.arange(int(starts[-1])) - starts[:-1].repeat_interleave(lengths)
+    boundaries = starts.to(torch.int32)
+    longest = int(lengths.max())
+    return {
+        "input_ids": torch.tensor([token for sample in samples for token in sample.input_ids])[None],
+        "position_ids": places[None],
+        "labels": labels,
+        "cu_seq_lens_q": boundaries,
+        "cu_seq_lens_k": boundaries,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }
 
 
 def pad_batch(

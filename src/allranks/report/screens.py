@@ -168,7 +168,10 @@ def _parameters(model: Event | None) -> str:
     if model is None:
         return ""
     trained = f"{model['trainable'] / 1e6:.2f} of {model['parameters'] / 1e6:.1f} million parameters trained"
-    return f" · {trained} · base {human_bytes(model['base_bytes'])}"
+    attention = ""
+    if "attention" in model:  # not in runs of earlier versions
+        attention = f" · attention {model['attention']}, {'no padding' if model['padding_free'] else 'padded'}"
+    return f" · {trained} · base {human_bytes(model['base_bytes'])}{attention}"
 
 
 def _samples(data: Event | None) -> str:

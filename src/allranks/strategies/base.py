@@ -35,7 +35,7 @@ class Strategy(Protocol):
     gathers: bool
     whole_base: bool
 
-    def forward(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def forward(self, inputs: Mapping[str, torch.Tensor | int]) -> torch.Tensor:
         """Logits of one micro-batch: [batch, tokens, vocabulary], or [batch, tokens, classes]."""
         ...
 

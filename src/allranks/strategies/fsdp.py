@@ -64,7 +64,7 @@ class Fsdp:
         allocate_state(self._optimizer, self._named.values())
         self.begin_step()
 
-    def forward(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def forward(self, inputs: Mapping[str, torch.Tensor | int]) -> torch.Tensor:
         with self._accelerator.autocast():
             logits: torch.Tensor = self._model(**inputs).logits
         return logits

@@ -54,7 +54,7 @@ class Replicated:
             return self._model.no_sync()
         return nullcontext()
 
-    def forward(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def forward(self, inputs: Mapping[str, torch.Tensor | int]) -> torch.Tensor:
         with self._no_sync():
             logits: torch.Tensor = self._model(**inputs).logits
         return logits

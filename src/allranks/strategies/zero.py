@@ -83,7 +83,7 @@ class Zero:
         masters = self._zero.fp32_partitioned_groups_flat if self._stage == 3 else None
         return list(masters if masters is not None else self._zero.single_partition_of_fp32_groups)
 
-    def forward(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def forward(self, inputs: Mapping[str, torch.Tensor | int]) -> torch.Tensor:
         logits: torch.Tensor = self._engine(**inputs).logits
         return logits
 

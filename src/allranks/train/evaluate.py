@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from allranks.batches.split import split
-from allranks.data.collate import pad_batch
+from allranks.data.collate import ModelInputs, on_device
 from allranks.train.context import Context
 from allranks.train.job import Job
 from allranks.train.loss import weighted_loss
@@ -73,6 +73,7 @@ def _pass(ctx: Context, job: Job, at: Attempt) -> tuple[float, int, float, int]:
         caps=ctx.policy.evaluation.caps,
         lockstep=job.strategy.lockstep,
         cost=job.cost,
+        padded=not job.collate.flat,
     )
     mine = parts[ctx.rank.environment.rank]
     total = torch.zeros((), dtype=torch.float64, device=ctx.rank.device)
@@ -81,28 +82,30 @@ def _pass(ctx: Context, job: Job, at: Attempt) -> tuple[float, int, float, int]:
         for micro_step, sample_ids in enumerate(mine):
             if micro_step > 0 and not job.strategy.lockstep:
                 ctx.flag.leave_if_raised(at.key)
-            batch = pad_batch([data[i] for i in sample_ids], job.tokenizer.pad_token_id)
-            at.enter("eval", micro_step=micro_step, sample_ids=sample_ids, tokens=batch["input_ids"].numel())
+            batch = job.collate([data[i] for i in sample_ids])
+            tokens = job.collate.tokens(data.lengths[list(sample_ids)].tolist())
+            at.enter("eval", micro_step=micro_step, sample_ids=sample_ids, tokens=tokens)
             ctx.injector.at("eval", at.key.step)
             total += summed_loss(job.strategy.forward, batch, ctx.rank.device)[0]
-    largest = max(len(micro) * max(int(data.lengths[i]) for i in micro) for part in parts for micro in part if micro)
+    largest = max(job.collate.tokens(data.lengths[list(micro)].tolist()) for part in parts for micro in part if micro)
     return float(total), sum(len(micro) for micro in mine), time.monotonic() - began, largest
 
 
 def summed_loss(
-    forward: Callable[[Mapping[str, torch.Tensor]], torch.Tensor],
-    batch: Mapping[str, torch.Tensor],
+    forward: Callable[[ModelInputs], torch.Tensor],
+    batch: Mapping[str, torch.Tensor | int],
     device: torch.device,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sum of the losses of all targets of a micro-batch, a scalar in fp64, and the logits that gave it.
 
     Args:
         forward: from inputs to logits.
-        batch: as `pad_batch` makes it.
+        batch: as `Collate` makes it.
         device: where `forward` computes.
     """
-    inputs = {name: tensor.to(device) for name, tensor in batch.items()}
-    labels = inputs.pop("labels")
+    inputs = on_device(batch, device)
+    labels, starts = inputs.pop("labels"), inputs.get("cu_seq_lens_q")
+    assert isinstance(labels, torch.Tensor) and not isinstance(starts, int)
     logits = forward(inputs)
-    weights = torch.ones(len(labels), device=labels.device)
-    return weighted_loss(logits, labels, weights).double(), logits
+    weights = torch.ones(len(labels) if starts is None else len(starts) - 1, device=labels.device)
+    return weighted_loss(logits, labels, weights, starts).double(), logits

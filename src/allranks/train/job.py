@@ -9,6 +9,7 @@ from allranks.batches.order import SampleOrder
 from allranks.batches.split import Cost
 from allranks.checkpoints.host_copies import HostCopies
 from allranks.checkpoints.store import CheckpointStore
+from allranks.data.collate import Collate
 from allranks.data.prepare import PreparedData
 from allranks.strategies.base import Strategy
 from allranks.train.scaler import LossScale
@@ -67,6 +68,7 @@ class Job:
         data: the tokenised sets.
         order: which samples make up each global batch.
         cost: of a sample, for the split.
+        collate: makes micro-batches into tensors: padded rows, or one flat sequence.
         total_steps: optimizer steps of the run.
         scale: loss scale (fp16).
         store: checkpoints; while the writer of the context is busy, its alone.
@@ -90,6 +92,7 @@ class Job:
     data: PreparedData
     order: SampleOrder
     cost: Cost
+    collate: Collate
     total_steps: int
     scale: LossScale
     store: CheckpointStore

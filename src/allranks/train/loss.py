@@ -8,7 +8,9 @@ import torch.nn.functional as F
 IGNORED = -100
 
 
-def weighted_loss(logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def weighted_loss(
+    logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, starts: torch.Tensor | None = None
+) -> torch.Tensor:
     """Sum over the micro-batch of each sample's summed cross-entropy times the sample's weight.
 
     With weight 1 ÷ (target tokens of the global batch) for every sample, the sum over all micro-batches of all
@@ -17,7 +19,8 @@ def weighted_loss(logits: torch.Tensor, labels: torch.Tensor, weights: torch.Ten
     Args:
         logits: [batch, tokens, vocabulary] of a language model, or [batch, classes] of a classifier.
         labels: [batch, tokens], `IGNORED` where there is no target and on padding; or [batch] classes.
-        weights: [batch], fp32.
+        weights: [samples], fp32.
+        starts: [samples + 1] where each sample of a flat sequence begins, and the end; None: a sample is a row.
 
     Returns:
         A scalar in fp32; 0, with a gradient of zeros, where no sample has a target.
@@ -32,4 +35,5 @@ def weighted_loss(logits: torch.Tensor, labels: torch.Tensor, weights: torch.Ten
     losses = F.cross_entropy(logits[rows, columns].float(), targets[rows, columns], reduction="none")
     if rows.numel() == 0:
         return logits.float().sum() * 0.0
-    return (losses * weights[rows]).sum()
+    samples = rows if starts is None else torch.bucketize(columns + 1, starts[1:], right=True)
+    return (losses * weights[samples]).sum()

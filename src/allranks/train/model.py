@@ -13,6 +13,7 @@ import torch
 from allranks.config.schema import LoraConfig, RunConfig
 from allranks.errors import UserError
 from allranks.plan.plan import ProfileKind
+from allranks.train.attention import Attention, choose_attention, fitting
 
 PRESETS: dict[str, tuple[str, ...]] = {
     "causal-lm": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
@@ -44,10 +45,12 @@ class ModelParts:
 
     Attributes:
         model: the PEFT model; the base is frozen, trained parameters are fp32.
+        attention: its kernel.
         notes: what differs from what a user may expect, one line each.
     """
 
     model: Any
+    attention: Attention
     notes: tuple[str, ...]
 
 
@@ -124,7 +127,9 @@ def load_model(
     """
     notes: list[str] = []
     torch.manual_seed(config.training.seed)  # the same new head of a classifier on every rank
-    base = _load_base(config, profile=profile, precision=precision, device=device, num_labels=num_labels)
+    base, attention = _load_base(config, profile=profile, precision=precision, device=device, num_labels=num_labels)
+    attention = fitting(base, attention)
+    notes += attention.words
     base.config.use_cache = False
     base.config.pad_token_id = tokenizer.pad_token_id
     extra_modules = _fit_vocabulary(base, tokenizer, config, notes)
@@ -137,7 +142,7 @@ def load_model(
     model = _add_adapter(base, config, extra_modules)
     if config.training.gradient_checkpointing:
         checkpoint_activations(model)
-    return ModelParts(model=model, notes=tuple(notes))
+    return ModelParts(model=model, attention=attention, notes=tuple(notes))
 
 
 def checkpoint_activations(model: Any) -> None:
@@ -148,7 +153,7 @@ def checkpoint_activations(model: Any) -> None:
 
 def _load_base(
     config: RunConfig, *, profile: ProfileKind, precision: str, device: torch.device, num_labels: int | None
-) -> Any:
+) -> tuple[Any, Attention]:
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     dtype = COMPUTE_DTYPE[precision]
@@ -156,7 +161,6 @@ def _load_base(
     arguments: dict[str, Any] = {
         "revision": config.model.revision,
         "trust_remote_code": config.model.trust_remote_code,
-        "attn_implementation": config.model.attn_implementation,
         "dtype": dtype,
         "local_files_only": unreachable is not None,
     }
@@ -169,10 +173,18 @@ def _load_base(
         arguments["num_labels"] = num_labels
     else:
         factory = AutoModelForCausalLM
-    try:
-        return factory.from_pretrained(config.model.name_or_path, **arguments)
-    except (OSError, ValueError) as error:
-        raise _no_model(config, unreachable, error) from error
+    unfit: dict[str, str] = {}
+    while True:
+        attention = choose_attention(config.model.attn_implementation, device, precision, unfit)
+        kernel = attention.implementation
+        try:
+            return factory.from_pretrained(
+                config.model.name_or_path, attn_implementation=kernel, **arguments
+            ), attention
+        except (OSError, ValueError, ImportError) as error:
+            if isinstance(error, OSError) or kernel == "eager" or "ttention" not in str(error):
+                raise _no_model(config, unreachable, error) from error
+            unfit[kernel] = _in_one_line(error)
 
 
 def _quantization(config: RunConfig, profile: ProfileKind, dtype: torch.dtype) -> Any:

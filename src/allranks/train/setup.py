@@ -14,11 +14,13 @@ from allranks.checkpoints.resume import fingerprint_difference, resume_differenc
 from allranks.checkpoints.store import CheckpointRef, CheckpointStore, check_optimizer, check_tensors
 from allranks.config.schema import RunConfig
 from allranks.coordinator.policy_state import PolicyState
+from allranks.data.collate import Collate
 from allranks.data.prepare import DataRequest, PreparedData, prepare
 from allranks.errors import Problem, ProblemsError, UserError
 from allranks.plan.plan import Plan
 from allranks.strategies.base import Strategy
 from allranks.strategies.optim import EIGHT_BIT, build_optimizer
+from allranks.train.attention import Attention, keeps_samples_apart, padded
 from allranks.train.base_check import (
     packed_weights,
     require_equal_on_all_ranks,
@@ -76,6 +78,7 @@ def set_up(ctx: Context, revival: Revival | None) -> Job:
         collective=strategy.lockstep and ctx.world_size > 1,
     )
     require_intact(ctx.control, before, seen)
+    attention = _proven(ctx, parts, strategy, tokenizer)
     order = SampleOrder(
         n_samples=len(data.train),
         lengths=data.train.lengths,
@@ -94,6 +97,7 @@ def set_up(ctx: Context, revival: Revival | None) -> Job:
         data=data,
         order=order,
         cost=Cost(a=1.0, b=1.0 / (6 * parts.model.config.hidden_size)),
+        collate=Collate(pad_token_id=tokenizer.pad_token_id, flat=attention.flat),
         total_steps=0,
         scale=LossScale(ctx.rank.precision),
         store=store,
@@ -192,6 +196,7 @@ def _same_room(saved: Plan, current: Plan) -> bool:
         (
             saved.profile_kind == current.profile_kind,
             saved.device == current.device,
+            saved.config.model.attn_implementation == current.config.model.attn_implementation,
             saved.config.training.per_device_train_batch_size == current.config.training.per_device_train_batch_size,
             saved.config.training.per_device_eval_batch_size == current.config.training.per_device_eval_batch_size,
             saved.config.training.max_tokens_per_micro_batch == current.config.training.max_tokens_per_micro_batch,
@@ -224,9 +229,37 @@ def _load_model(ctx: Context, tokenizer: Any, data: PreparedData) -> ModelParts:
         trainable = sum(p.numel() for p in parameters if p.requires_grad)
         base_bytes = sum(p.numel() * p.element_size() for p in parameters if not p.requires_grad)
         ctx.events.write(
-            "model", parameters=sum(p.numel() for p in parameters), trainable=trainable, base_bytes=base_bytes
+            "model",
+            parameters=sum(p.numel() for p in parameters),
+            trainable=trainable,
+            base_bytes=base_bytes,
+            attention=parts.attention.implementation,
+            padding_free=parts.attention.flat,
         )
     return parts
+
+
+def _proven(ctx: Context, parts: ModelParts, strategy: Strategy, tokenizer: Any) -> Attention:
+    """The kernel of all ranks; padded rows where a sample sees the one before it in a flat sequence."""
+    attention = parts.attention
+    if not attention.flat:
+        return attention
+
+    def probe(_: Attempt) -> bool:
+        strategy.train_mode(False)
+        return keeps_samples_apart(
+            strategy.forward,
+            vocabulary=min(len(tokenizer), parts.model.get_input_embeddings().num_embeddings),
+            classes=ctx.plan.config.model.task == "sequence-classification",
+            device=ctx.rank.device,
+        )
+
+    apart, _ = together(ctx, "load", 0, probe, collective=strategy.lockstep and ctx.world_size > 1)
+    if all(row[0] for row in ctx.control.exchange([float(apart)])):
+        return attention
+    attention = padded(parts.model.get_base_model(), attention, "a sample sees the one before it")
+    ctx.note(attention.words[-1])
+    return attention
 
 
 def _spread(ctx: Context, parts: ModelParts) -> Strategy:

@@ -11,7 +11,7 @@ from allranks.batches.split import split
 from allranks.coordinator.agreement import ROW_WIDTH, vote_two
 from allranks.coordinator.ballots import StepBallot, StepTally, StepVerdict, Tally, fingerprint
 from allranks.coordinator.policy import Stop, decide_step
-from allranks.data.collate import pad_batch
+from allranks.data.collate import ModelInputs, on_device
 from allranks.errors import StopTraining, UserError
 from allranks.train.context import Context
 from allranks.train.job import Job
@@ -117,6 +117,7 @@ def _split(ctx: Context, job: Job, ids: tuple[int, ...]) -> tuple[MicroBatches, 
         caps=ctx.policy.train.caps,
         lockstep=job.strategy.lockstep,
         cost=job.cost,
+        padded=not job.collate.flat,
     )
     return tuple(tuple(tuple(ids[i] for i in micro) for micro in part) for part in parts)
 
@@ -142,8 +143,9 @@ def _forward_backward(ctx: Context, job: Job, ids: tuple[int, ...], at: Attempt)
     for micro_step, sample_ids in enumerate(mine):
         if micro_step > 0 and not job.strategy.lockstep:
             ctx.flag.leave_if_raised(at.key)
-        batch = pad_batch([data[i] for i in sample_ids], job.tokenizer.pad_token_id)
-        at.enter("forward", micro_step=micro_step, sample_ids=sample_ids, tokens=batch["input_ids"].numel())
+        batch = job.collate([data[i] for i in sample_ids])
+        tokens = job.collate.tokens(data.lengths[list(sample_ids)].tolist())
+        at.enter("forward", micro_step=micro_step, sample_ids=sample_ids, tokens=tokens)
         torch.manual_seed(
             fingerprint(ctx.plan.config.training.seed, at.key.step, micro_step, ctx.rank.environment.rank)
         )
@@ -152,24 +154,23 @@ def _forward_backward(ctx: Context, job: Job, ids: tuple[int, ...], at: Attempt)
         losses.append(_micro_step(ctx, job, batch, [weights[i] for i in sample_ids] or [0.0], at))
     at.enter("reserve")
     job.strategy.reserve()
-    sizes = [(len(micro), max(int(data.lengths[i]) for i in micro)) for part in parts for micro in part if micro]
+    sizes = [data.lengths[list(micro)].tolist() for part in parts for micro in part if micro]
     return Part(
         mine=mine,
-        largest_tokens=max(samples * longest for samples, longest in sizes),
-        longest_tokens=max(longest for _, longest in sizes),
+        largest_tokens=max(map(job.collate.tokens, sizes)),
+        longest_tokens=max(map(max, sizes)),
         losses=losses,
         targets=sum(int(data.n_targets[i]) for micro in mine for i in micro),
     )
 
 
-def _micro_step(
-    ctx: Context, job: Job, batch: dict[str, torch.Tensor], weights: list[float], at: Attempt
-) -> torch.Tensor:
+def _micro_step(ctx: Context, job: Job, batch: ModelInputs, weights: list[float], at: Attempt) -> torch.Tensor:
     """Forward and backward of one micro-batch; its share of the loss, detached."""
-    inputs = {name: tensor.to(ctx.rank.device) for name, tensor in batch.items()}
-    labels = inputs.pop("labels")
+    inputs = on_device(batch, ctx.rank.device)
+    labels, starts = inputs.pop("labels"), inputs.get("cu_seq_lens_q")
+    assert isinstance(labels, torch.Tensor) and not isinstance(starts, int)
     logits = job.strategy.forward(inputs)
-    loss = weighted_loss(logits, labels, torch.tensor(weights, dtype=torch.float32, device=labels.device))
+    loss = weighted_loss(logits, labels, torch.tensor(weights, dtype=torch.float32, device=labels.device), starts)
     if ctx.injector.poison(at.key.step, at.key.attempt):
         loss = loss * math.nan
     at.enter("backward", micro_step=at.micro_step, sample_ids=at.sample_ids, tokens=at.tokens)
