@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers.utils
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
@@ -15,11 +21,13 @@ from transformers import (
     MistralForCausalLM,
 )
 
+from allranks.config.schema import DataConfig, ModelConfig, RunConfig
 from allranks.data.collate import Collate, ModelInputs, flat_batch, on_device
 from allranks.data.tokens import Tokens
 from allranks.errors import UserError
 from allranks.train.attention import FLAT, LADDER, choose_attention, fitting, keeps_samples_apart, pool_at_ends
 from allranks.train.loss import weighted_loss
+from allranks.train.model import ModelParts, load_model
 from allranks.train.varlen import register_varlen
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -132,7 +140,7 @@ def test_a_model_that_keeps_samples_apart_is_told_from_one_that_mixes_them(class
 
 def test_what_the_kernel_lacks_is_an_error_and_not_another_attention() -> None:
     model = _model(LlamaForCausalLM, LlamaConfig(**SIZES, attention_dropout=0.5), "varlen_attn").train()
-    with pytest.raises(ValueError, match="varlen_attn has no attention_dropout"):
+    with pytest.raises(UserError, match=r"varlen_attn has no attention_dropout, which this model asks for\n +fix: set"):
         model(**{name: value for name, value in flat_batch(_samples(), 0).items() if name != "labels"})
 
 
@@ -193,3 +201,44 @@ def test_an_architecture_that_takes_no_boundaries_is_padded_with_a_word() -> Non
     [word] = chosen.words
     assert word.startswith("Own can't train without padding by varlen_attn: it has attention layers of its own")
     assert word.endswith("attention by sdpa")
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "kernel", "word"),
+    [
+        (Gemma2ForCausalLM, Gemma2Config, "eager", "the kernel has no soft-capped scores; attention by eager"),
+        (GptOssForCausalLM, GptOssConfig, "eager", "the kernel has no attention sinks; attention by eager"),
+        (
+            LlamaForCausalLM,
+            partial(LlamaConfig, attention_dropout=0.1),
+            "sdpa",
+            "the kernel has no dropout of attention weights; attention by sdpa",
+        ),
+    ],
+)
+def test_a_model_that_wants_more_than_the_kernel_has_is_padded(kind: Any, config: Any, kernel: str, word: str) -> None:
+    model = _model(kind, config(**SIZES), "varlen_attn")
+    chosen = fitting(model, choose_attention("varlen_attn", CPU, "no", {}))
+    assert (chosen.implementation, chosen.flat, model.config._attn_implementation) == (kernel, False, kernel)
+    assert chosen.words[-1].endswith(word)
+
+
+def test_a_model_without_sdpa_is_loaded_with_the_next_rung_and_says_so(tmp_path: Path, tiny_tokenizer: Any) -> None:
+    sizes = {**SIZES, "vocab_size": len(tiny_tokenizer)}
+    Gemma2ForCausalLM(Gemma2Config(**sizes)).save_pretrained(tmp_path)
+
+    def load(attention: str) -> ModelParts:
+        config = RunConfig(
+            model=ModelConfig(name_or_path=str(tmp_path), attn_implementation=attention),  # type: ignore[arg-type]
+            data=DataConfig(train="t.jsonl"),
+        )
+        return load_model(
+            config, tokenizer=tiny_tokenizer, profile="single", precision="no", device=CPU, num_labels=None
+        )
+
+    parts = load("auto")
+    assert (parts.attention.implementation, parts.attention.flat) == ("eager", False)
+    [word] = [note for note in parts.notes if note.startswith("attention by eager")]
+    assert "sdpa: Gemma2ForCausalLM does not support" in word
+    with pytest.raises(UserError, match=r"attn_implementation: sdpa: Gemma2ForCausalLM does not support"):
+        load("sdpa")

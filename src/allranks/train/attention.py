@@ -11,7 +11,7 @@ import torch
 from allranks.data.collate import ModelInputs, flat_batch, on_device
 from allranks.data.tokens import Tokens
 from allranks.errors import UserError
-from allranks.train.varlen import VARLEN, register_varlen
+from allranks.train.varlen import VARLEN, register_varlen, wanting
 
 FLAT = ("flash_attention_3", "flash_attention_2", VARLEN)
 """Kernels that take samples of any lengths as one flat sequence."""
@@ -141,6 +141,8 @@ def fitting(base: Any, attention: Attention) -> Attention:
         return attention
     if not base.is_backend_compatible():
         return padded(base, attention, "it has attention layers of its own, which take no sample boundaries")
+    if attention.implementation == VARLEN and (lack := wanting(base)) is not None:
+        return padded(base, attention, f"the kernel has no {lack}")
     if hasattr(base.config, "num_labels") and "Classification" in type(base).__name__ and not pool_at_ends(base):
         return padded(base, attention, "it does not pool as transformers' generic classifier does")
     return attention
@@ -148,9 +150,11 @@ def fitting(base: Any, attention: Attention) -> Attention:
 
 def padded(base: Any, attention: Attention, why: str) -> Attention:
     """The fallback of a model that would mix the samples of a flat sequence."""
-    base.set_attn_implementation("sdpa")
-    word = f"{type(base).__name__} can't train without padding by {attention.implementation}: {why}; attention by sdpa"
-    return Attention(implementation="sdpa", flat=False, words=(*attention.words, word))
+    kernel = "sdpa" if base._supports_sdpa else "eager"
+    base.set_attn_implementation(kernel)
+    name = type(base).__name__
+    word = f"{name} can't train without padding by {attention.implementation}: {why}; attention by {kernel}"
+    return Attention(implementation=kernel, flat=False, words=(*attention.words, word))
 
 
 def pool_at_ends(classifier: Any) -> bool:

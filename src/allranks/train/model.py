@@ -181,10 +181,15 @@ def _load_base(
             return factory.from_pretrained(
                 config.model.name_or_path, attn_implementation=kernel, **arguments
             ), attention
-        except (OSError, ValueError, ImportError) as error:
-            if isinstance(error, OSError) or kernel == "eager" or "ttention" not in str(error):
+        except OSError as error:
+            raise _no_model(config, unreachable, error) from error
+        except (ValueError, ImportError) as error:
+            if "ttention" in str(error) and kernel != "eager":
+                unfit[kernel] = _in_one_line(error)
+            elif isinstance(error, ValueError):
                 raise _no_model(config, unreachable, error) from error
-            unfit[kernel] = _in_one_line(error)
+            else:
+                raise
 
 
 def _quantization(config: RunConfig, profile: ProfileKind, dtype: torch.dtype) -> Any:

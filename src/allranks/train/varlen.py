@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from allranks.errors import UserError
+
 VARLEN = "varlen_attn"
 
 
@@ -24,6 +26,18 @@ def register_varlen() -> None:
 
     AttentionInterface.register(VARLEN, _attention)
     AttentionMaskInterface.register(VARLEN, _mask)
+
+
+def wanting(model: Any) -> str | None:
+    """What the attention of a loaded model of transformers needs that the kernel lacks; None if it has all."""
+    config = model.config.get_text_config()
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        return "soft-capped scores"
+    if (getattr(config, "attention_dropout", None) or 0.0) > 0:
+        return "dropout of attention weights"
+    if any(hasattr(module, "sinks") for module in model.modules()):
+        return "attention sinks"
+    return None
 
 
 def _mask(*args: Any, attention_mask: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor | None:
@@ -65,7 +79,7 @@ def _attention(
         [1, tokens, heads, head size], and no weights.
 
     Raises:
-        ValueError: the model asks for what the kernel lacks.
+        UserError: the model asks for what the kernel lacks.
     """
     if cu_seq_lens_q is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -80,7 +94,10 @@ def _attention(
     if kwargs.get("is_causal", getattr(module, "is_causal", True)) is False:
         lacking.append("attention to later tokens")
     if lacking:
-        raise ValueError(f"{VARLEN} has no {', '.join(lacking)}")
+        raise UserError(
+            f"model.attn_implementation: {VARLEN} has no {', '.join(lacking)}, which this model asks for\n"
+            "    fix: set model.attn_implementation: eager"
+        )
     window = (-1 if sliding_window is None else sliding_window - 1, 0)
     on_gpu = query.device.type == "cuda"
     # Norms and rotations in fp32 leave their dtype behind; the kernel knows only two.
