@@ -39,23 +39,22 @@ def _watch_gradients(path: str) -> None:
 
 
 def _spoil(change: str) -> None:
-    """Change the samples of the last micro-batch behind the back of the counting."""
-    from allranks.train import step
+    """Change the samples of each micro-batch behind the back of the counting."""
+    from allranks.data import collate
 
-    plain = step.pad_batch
+    plain = collate.pad_batch
 
-    def spoilt(samples: list[Any], pad_token_id: int) -> Any:
-        batch = plain(samples, pad_token_id)
+    def spoilt(samples: list[Any], *rest: Any, **options: Any) -> Any:
+        batch = plain(samples, *rest, **options)
         if len(samples) > 1:
             if change == "drop":
                 batch["labels"][0] = -100
             else:
-                batch = {name: tensor.clone() for name, tensor in batch.items()}
                 for tensor in batch.values():
-                    tensor[0] = tensor[1]
+                    tensor[0] = tensor[1].clone()
         return batch
 
-    step.pad_batch = spoilt
+    collate.pad_batch = spoilt
 
 
 def _watch_sharding(path: str) -> None:
