@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -14,9 +16,13 @@ from runs import environment
 pytestmark = pytest.mark.timeout(300)
 
 
-def _drill(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def _command(folder: Path, *words: str) -> list[str]:
     (folder / "run.yaml").write_text("model: {name_or_path: some/large-model}\ndata: {train: some/large-set}\n")
-    argv = [str(Path(sys.executable).with_name("allranks")), "drill", "run.yaml", "--gpus", "2", *words]
+    return [str(Path(sys.executable).with_name("allranks")), "drill", "run.yaml", "--gpus", "2", *words]
+
+
+def _drill(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    argv = _command(folder, *words)
     return subprocess.run(argv, env=environment(), cwd=folder, capture_output=True, text=True, timeout=280, check=False)
 
 
@@ -43,6 +49,45 @@ def test_the_matrix_tells_what_recovered_how_and_in_how_long(tmp_path: Path) -> 
         ["save", "sigkill", "1"],
     ]
     assert all(line.rstrip().endswith("yes") for line in table[1:5])
+
+
+def test_ctrl_c_ends_the_run_that_goes_on_and_the_matrix_with_it(tmp_path: Path) -> None:
+    argv = _command(tmp_path, "--profile", "ddp", "--matrix", "--phases", "forward,backward,save", "--kinds", "oom")
+    with (tmp_path / "said").open("w+") as said:
+        drill = subprocess.Popen(argv, env=environment(), cwd=tmp_path, stdout=said, stderr=subprocess.STDOUT)
+        try:
+            while "[1/3] oom in forward" not in (tmp_path / "said").read_text():
+                assert drill.poll() is None
+                time.sleep(0.1)
+            drill.send_signal(signal.SIGINT)
+            status = drill.wait(timeout=60)
+        finally:
+            drill.kill()
+    words = (tmp_path / "said").read_text()
+    assert status == 75, words
+    assert "allranks: SIGINT: the ranks save" in words
+    assert words.endswith("allranks: exit code 75: stopped on request after 1 of 3 faults\n"), words
+    kept = json.loads((tmp_path / "runs/run-matrix-ddp/matrix.json").read_text())
+    assert (kept["faults"], [cell["fault"]["phase"] for cell in kept["cells"]]) == (3, ["forward"])
+    assert "again, in place" in words
+
+
+def test_a_matrix_can_be_looked_at_before_it_is_run(tmp_path: Path) -> None:
+    done = _drill(tmp_path, "--profile", "ddp", "--matrix", "--kinds", "oom,exit", "--phases", "load,step", "--dry-run")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines() == [
+        "# ddp on 2 cpu ranks: 5 small runs of 3 steps each",
+        f"# in {tmp_path}/runs/run-matrix-ddp, one without a fault, then one for each of these faults:",
+        "#   load: oom, exit",
+        "#   step of step 2: oom, exit",
+    ]
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_matrix_without_a_sound_first_run_ends_there(tmp_path: Path) -> None:
+    done = _drill(tmp_path, "--profile", "ddp", "--matrix", "--set", "training.learning_rate=1e30")
+    assert done.returncode == 4, done.stdout + done.stderr
+    assert "the run without a fault did not end well, so no fault was tried: not_finite at step 1: " in done.stderr, done.stderr
 
 
 @pytest.mark.parametrize(

@@ -209,6 +209,34 @@ def test_injections_that_would_never_happen(change: dict[str, int], more: dict[s
     assert problem_of(injections=[injection], **more).message == message
 
 
+@pytest.mark.parametrize(
+    ("phase", "step", "overrides", "words"),
+    [
+        ("eval", 2, ["data.eval=null"], "there is no evaluation, for data.eval is not set"),
+        ("eval", 3, ["training.max_steps=6", "training.eval_steps=2"], "after every 2 steps and after step 6"),
+        ("eval", 4, ["training.max_steps=6", "training.eval_steps=2"], None),
+        ("eval", 6, ["training.max_steps=6", "training.eval_steps=4"], None),
+        ("eval", 3, ["training.eval_steps=2"], None),  # it may be the last one
+        ("save", 3, ["training.max_steps=6", "output.save_steps=null"], "does not come after step 3, but after step 6"),
+        ("save", 3, ["training.max_steps=6", "output.save_steps=3"], None),
+        ("final", 3, ["training.max_steps=6"], "phase final does not come after step 3, but after step 6"),
+        ("final", 6, ["training.max_steps=6"], None),
+        ("load", 3, ["training.max_steps=6"], None),
+    ],
+)
+def test_a_fault_in_a_phase_that_the_step_has_not(
+    phase: Any, step: int, overrides: list[str], words: str | None, tmp_path: Path
+) -> None:
+    (tmp_path / "eval.jsonl").write_text("{}")
+    given = [f"data.eval={tmp_path / 'eval.jsonl'}", *overrides]
+    injection = Injection(rank=0, step=step, phase=phase, kind="oom")
+    if words is None:
+        assert plan(*given, injections=[injection]).injections == (injection,)
+    else:
+        message = problem_of(*given, injections=[injection]).message
+        assert message.endswith(words)
+
+
 def test_an_injection_beyond_max_steps() -> None:
     injection = Injection(rank=0, step=6, phase="forward", kind="oom")
     assert problem_of("training.max_steps=5", injections=[injection]).message.endswith("the run ends after 5")

@@ -9,7 +9,7 @@ from typing import Annotated, get_args
 import typer
 
 from allranks.cli.config import ConfigFile, Overrides
-from allranks.cli.matrix import KINDS, PHASES, run_matrix
+from allranks.cli.matrix import KINDS, PHASES, plan_matrix, run_matrix, show_matrix
 from allranks.cli.run import DryRun, Gpus, Grace, Name, Order, ProfileName, plan_of, show, start
 from allranks.config.fields import nearest
 from allranks.config.load import load_run_config
@@ -45,11 +45,11 @@ def drill(
     ] = False,
     phases: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAMES", help=f"Of the matrix, from: {','.join(PHASES)}.", show_default=False),
+        typer.Option(metavar="NAMES", help=f"Of the matrix, from: {', '.join(PHASES)}.", show_default=False),
     ] = None,
     kinds: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAMES", help=f"Of the matrix, from: {','.join(KINDS)}.", show_default=False),
+        typer.Option(metavar="NAMES", help=f"Of the matrix, from: {', '.join(KINDS)}.", show_default=False),
     ] = None,
     gpus: Gpus = None,
     smoke: Annotated[
@@ -80,8 +80,11 @@ def drill(
         config = load_run_config(config_file, order.overrides, name=name)
         folder = run_directory(config, config_file)
         work_dir = folder.with_name(f"{name or folder.name}-matrix-{Path(profile).stem}")
-        code = run_matrix(order, phases=phases or (), kinds=kinds or (), grace_s=grace, work_dir=work_dir)
-        raise typer.Exit(code)
+        planned = plan_matrix(order, phases=phases or (), kinds=kinds or (), work_dir=work_dir)
+        if dry_run:
+            show_matrix(planned)
+            return
+        raise typer.Exit(run_matrix(planned, grace_s=grace))
     plan = plan_of(order)
     if dry_run:
         show(plan)

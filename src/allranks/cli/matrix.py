@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
+from itertools import groupby
 from pathlib import Path
-from typing import TypeVar, get_args
+from typing import TextIO, TypeVar, get_args
 
 import typer
 
@@ -19,80 +19,142 @@ from allranks.plan.plan import FaultKind, Injection, Phase, Plan
 from allranks.plan.planner import SMOKE_STEPS
 from allranks.report.matrix import Cell, cell, matrix_table
 from allranks.rundir import replace_text
-from allranks.units import human_seconds
+from allranks.units import human_seconds, plural
 
 PHASES: tuple[Phase, ...] = get_args(Phase)
 KINDS: tuple[FaultKind, ...] = ("oom", "alloc", "error", "exit", "sigkill", "sigstop", "hang")
 MATRIX_FILE = "matrix.json"
+LOG_FILE = "matrix.log"
 T = TypeVar("T", bound=str)
 _STEP = 2
 _HANG_TIMEOUT_S = 20.0
 """Of these small runs: loading takes longer than this only where nothing moves."""
 
 
-def run_matrix(
-    order: Order, *, phases: Sequence[str], kinds: Sequence[str], grace_s: float, work_dir: Path
-) -> ExitCode:
-    """Run every fault of `phases` × `kinds` on the last rank, and print what all ranks did about it.
+@dataclass(frozen=True, kw_only=True)
+class Matrix:
+    """What `drill --matrix` is going to do; nothing is written yet.
+
+    Attributes:
+        order: what the command line asks for, and found to be right.
+        work_dir: folder for the small model, its data and the runs.
+        ranks: in words, e.g. ``ddp on 2 cpu ranks``.
+        faults: one run each, after one without a fault.
+    """
+
+    order: Order
+    work_dir: Path
+    ranks: str
+    faults: tuple[Injection, ...]
+
+
+def plan_matrix(order: Order, *, phases: Sequence[str], kinds: Sequence[str], work_dir: Path) -> Matrix:
+    """Every fault of `phases` × `kinds` on the last rank.
 
     Args:
-        order: what the command line asks for; model and data are replaced by small ones.
+        order: what the command line asks for.
         phases: some of `PHASES`; none: all.
         kinds: some of `KINDS`; none: all.
-        grace_s: as for a run.
-        work_dir: folder for the model, the data and the runs.
-
-    Returns:
-        CRASH if a fault did not happen or a run ended otherwise than the undisturbed one.
+        work_dir: see `Matrix`.
 
     Raises:
         ProblemsError: unknown phases or kinds.
+        AllranksError: whatever else is wrong with what the user gave.
     """
     wanted_phases = _chosen("--phases", phases, PHASES)
     wanted_kinds = _chosen("--kinds", kinds, KINDS)
-    order = replace(order, overrides=(*order.overrides, *_small(work_dir)), smoke=True, resume="never")
-    quiet = Console(Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115  # it lives as long as the process
-    said = Console(sys.stdout)
-
-    def run(name: str, injections: tuple[Injection, ...] = ()) -> Plan:
-        plan = plan_of(replace(order, name=name, injections=injections))
-        start(plan, grace_s=grace_s, console=quiet)
-        return plan
-
-    said.line(f"allranks drill: small runs in {work_dir}; first one without a fault")
-    undisturbed = run("undisturbed")
-    last_rank = undisturbed.world_size - 1
-    faults = [
-        Injection(rank=last_rank, step=SMOKE_STEPS if phase == "final" else _STEP, phase=phase, kind=kind)
+    order = replace(order, smoke=True, resume="never")
+    plan = plan_of(order)
+    faults = tuple(
+        Injection(rank=plan.world_size - 1, step=SMOKE_STEPS if phase == "final" else _STEP, phase=phase, kind=kind)
         for phase in wanted_phases
         for kind in wanted_kinds
-        if undisturbed.world_size > 1 or (phase != "reduce" and kind != "sigstop")  # who shall notice a lone one?
-    ]
-    cells: list[Cell] = []
-    for number, fault in enumerate(faults, start=1):
-        name = f"{fault.phase}-{fault.kind}"
-        plan = run(name, (fault,))
-        cells.append(cell(fault, Path(plan.run_dir), Path(undisturbed.run_dir)))
-        took = "" if cells[-1].seconds is None else f" in {human_seconds(cells[-1].seconds)}"
-        said.line(f"[{number}/{len(faults)}] {fault.kind} in {fault.phase}: {cells[-1].tier}{took}")
-    replace_text(
-        work_dir / MATRIX_FILE,
-        json.dumps(
-            {
-                "profile": undisturbed.profile_kind,
-                "world_size": undisturbed.world_size,
-                "device": undisturbed.device,
-                "cells": [asdict(each) for each in cells],
-            },
-            indent=1,
-        )
-        + "\n",
+        if plan.world_size > 1 or (phase != "reduce" and kind != "sigstop")  # who shall notice a lone one?
     )
-    said.line(f"{undisturbed.profile_kind} on {undisturbed.world_size} {undisturbed.device} ranks:")
+    ranks = f"{plan.profile_kind} on {plan.world_size} {plan.device} rank{'s' if plan.world_size > 1 else ''}"
+    return Matrix(order=order, work_dir=work_dir, ranks=ranks, faults=faults)
+
+
+def show_matrix(matrix: Matrix) -> None:
+    """Print what `run_matrix` would do, as comments of a shell."""
+    typer.echo(f"# {matrix.ranks}: {plural(len(matrix.faults) + 1, 'small run')} of {SMOKE_STEPS} steps each")
+    typer.echo(f"# in {matrix.work_dir}, one without a fault, then one for each of these faults:")
+    for (phase, step), faults in groupby(matrix.faults, key=lambda fault: (fault.phase, fault.step)):
+        where = "load" if phase == "load" else f"{phase} of step {step}"
+        typer.echo(f"#   {where}: {', '.join(fault.kind for fault in faults)}")
+
+
+def run_matrix(matrix: Matrix, *, grace_s: float) -> ExitCode:
+    """Run every fault of `matrix`, and print what all ranks did about it.
+
+    The table is kept after each of them. A stop signal ends the run that goes on, and with it the matrix.
+
+    Args:
+        matrix: what to run.
+        grace_s: as for a run.
+
+    Returns:
+        CRASH if a fault did not happen or a run ended otherwise than the undisturbed one; INTERRUPTED on a stop
+        signal; as the undisturbed run ended, if it failed.
+    """
+    work_dir, faults = matrix.work_dir, matrix.faults
+    order = replace(matrix.order, overrides=(*matrix.order.overrides, *_small(work_dir)))
+    said = Console(sys.stdout)
+    with (work_dir / LOG_FILE).open("w", encoding="utf-8") as log:
+        aside = _Aside(log, said)
+        said.line(
+            f"allranks drill: small runs in {work_dir}, and what they say in {LOG_FILE}; first one without a fault"
+        )
+        undisturbed = plan_of(replace(order, name="undisturbed"))
+        outcome = start(undisturbed, grace_s=grace_s, console=aside)
+        if outcome.exit_code is not ExitCode.OK:
+            Console(sys.stderr).line(
+                f"allranks: exit code {int(outcome.exit_code)}: the run without a fault did not end well, so no fault "
+                f"was tried: {outcome.message}"
+            )
+            return outcome.exit_code
+        cells: list[Cell] = []
+        for number, fault in enumerate(faults, start=1):
+            plan = plan_of(replace(order, name=f"{fault.phase}-{fault.kind}", injections=(fault,)))
+            outcome = start(plan, grace_s=grace_s, console=aside)
+            if outcome.exit_code is ExitCode.INTERRUPTED:
+                break
+            cells.append(cell(fault, Path(plan.run_dir), Path(undisturbed.run_dir)))
+            _keep(work_dir, undisturbed, cells, of=len(faults))
+            took = "" if cells[-1].seconds is None else f" in {human_seconds(cells[-1].seconds)}"
+            said.line(f"[{number}/{len(faults)}] {fault.kind} in {fault.phase}: {cells[-1].tier}{took}")
+    said.line(f"{matrix.ranks}:")
     for line in matrix_table(cells):
         said.line(line)
     said.line(f"allranks drill: the table as JSON: {work_dir / MATRIX_FILE}")
+    if outcome.exit_code is ExitCode.INTERRUPTED:
+        done = f"{len(cells)} of {len(faults)} faults"
+        Console(sys.stderr).line(f"allranks: exit code {int(outcome.exit_code)}: stopped on request after {done}")
+        return outcome.exit_code
     return ExitCode.OK if all(_as_documented(each) for each in cells) else ExitCode.CRASH
+
+
+class _Aside(Console):
+    """Writes into a file, and says to the person only what that one has to know at once."""
+
+    def __init__(self, file: TextIO, person: Console) -> None:
+        super().__init__(file)
+        self._person = person
+
+    def alert(self, text: str) -> None:
+        super().alert(text)
+        self._person.alert(text)
+
+
+def _keep(work_dir: Path, undisturbed: Plan, cells: Sequence[Cell], *, of: int) -> None:
+    table = {
+        "profile": undisturbed.profile_kind,
+        "world_size": undisturbed.world_size,
+        "device": undisturbed.device,
+        "faults": of,
+        "cells": [asdict(each) for each in cells],
+    }
+    replace_text(work_dir / MATRIX_FILE, json.dumps(table, indent=1) + "\n")
 
 
 def _as_documented(each: Cell) -> bool:
@@ -116,6 +178,7 @@ def _small(work_dir: Path) -> tuple[str, ...]:
     from allranks.demo.tiny import write_tiny_llama, write_tiny_set
 
     work_dir.mkdir(parents=True, exist_ok=True)
+    (work_dir / MATRIX_FILE).unlink(missing_ok=True)  # of a matrix that ran here before
     model, train, evaluation = (work_dir / name for name in ("model", "train.jsonl", "eval.jsonl"))
     if not (model / "config.json").exists():
         typer.echo("allranks drill: making a small model with random weights", err=True)

@@ -158,24 +158,24 @@ class _Stop:
             return
         name = self._signals.names[0]
         self._deadline = time.monotonic() + self._grace_s
-        self._console.line(
+        self._console.alert(
             f"allranks: {name}: the ranks save at the next step boundary and leave, within "
             f"{human_seconds(self._grace_s)}; a second Ctrl-C kills them at once"
         )
         try:
             request_stop(self._run_dir, name)
         except OSError as error:  # a full disk, for one
-            self._console.line(f"allranks: the stop request can't be written ({error}): the ranks get SIGINT instead")
+            self._console.alert(f"allranks: the stop request can't be written ({error}): the ranks get SIGINT instead")
             self._tree.signal_ranks(signal.SIGINT)
 
     def force(self, logs: RankLogs) -> str | None:
         """Kill everything on a second signal or after the grace, and say why; None while there is patience."""
         if len(self._signals.names) > 1:
             why = f"a second signal ({self._signals.names[1]})"
-            self._console.line(f"allranks: {why}: killing all ranks now")
+            self._console.alert(f"allranks: {why}: killing all ranks now")
         elif self._deadline is not None and time.monotonic() > self._deadline:
             why = f"{self._signals.names[0]} and {human_seconds(self._grace_s)} of grace"
-            self._console.line("allranks: the grace is over: ending all ranks")
+            self._console.alert("allranks: the grace is over: ending all ranks")
             self._tree.ask(signal.SIGTERM, _PATIENCE_S, partial(_out_of_patience, logs, self._signals, 2))
         else:
             return None

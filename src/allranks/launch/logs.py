@@ -74,6 +74,10 @@ class Console:
         else:
             self._write(f"{text}\n")
 
+    def alert(self, text: str) -> None:
+        """Print one line that a person who waits wants to see even where lines go into a file."""
+        self.line(text)
+
     def live(self, text: str) -> None:
         """Draw the live line anew; an empty text removes it. Nothing happens where there is no terminal."""
         if self.is_terminal and text != self._live:

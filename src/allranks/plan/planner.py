@@ -61,7 +61,9 @@ def make_plan(
     if smoke:
         evaluation = "one evaluation" if config.data.eval is not None else "no evaluation (data.eval is not set)"
         found.notes.append(f"smoke run: {SMOKE_STEPS} steps, {evaluation}, one save")
-    _check_injections(injections, world_size, SMOKE_STEPS if smoke else config.training.max_steps, found)
+    for injection in injections:
+        wrong = _never_happens(injection, world_size, config, _last_step(config.training, smoke=smoke))
+        found.problems += [Problem(path="injection", message=message) for message in wrong]
     if found.problems:
         raise ProblemsError(f"run {run_dir.name} with profile {profile.name}", found.problems)
     return Plan(
@@ -208,21 +210,32 @@ def _global_batch_size(training: TrainingConfig, world_size: int, recorded: int 
     return given
 
 
-def _check_injections(
-    injections: Sequence[Injection], world_size: int, last_step: int | None, found: _Findings
-) -> None:
-    for injection in injections:
-        wrong = []
-        if not 0 <= injection.rank < world_size:
-            wrong.append(f"there is no rank {injection.rank} among {world_size}; ranks count from 0")
-        if injection.step < 1:
-            wrong.append(f"there is no step {injection.step}; steps count from 1")
-        if last_step is not None and injection.step > last_step:
-            wrong.append(f"step {injection.step} is never reached: the run ends after {last_step}")
-        if injection.kind == "nan" and injection.phase not in ("forward", "backward"):
-            wrong.append(
-                f"nan spoils the loss of a step, which phase {injection.phase} has not; valid: forward, backward"
-            )
-        if injection.times < 1:
-            wrong.append(f"{injection.times} times is never")
-        found.problems += [Problem(path="injection", message=message) for message in wrong]
+def _last_step(training: TrainingConfig, *, smoke: bool) -> int | None:
+    """None: only the data tells."""
+    if smoke:
+        return SMOKE_STEPS if training.max_steps is None else min(SMOKE_STEPS, training.max_steps)
+    return training.max_steps
+
+
+def _never_happens(injection: Injection, world_size: int, config: RunConfig, last_step: int | None) -> list[str]:
+    """Why this fault can't happen in the run, as far as that is known before the data is."""
+    step, phase, kind = injection.step, injection.phase, injection.kind
+    wrong = []
+    if not 0 <= injection.rank < world_size:
+        wrong.append(f"there is no rank {injection.rank} among {world_size}; ranks count from 0")
+    if step < 1:
+        wrong.append(f"there is no step {step}; steps count from 1")
+    if last_step is not None and step > last_step:
+        wrong.append(f"step {step} is never reached: the run ends after {last_step}")
+    if kind == "nan" and phase not in ("forward", "backward"):
+        wrong.append(f"nan spoils the loss of a step, which phase {phase} has not; valid: forward, backward")
+    if injection.times < 1:
+        wrong.append(f"{injection.times} times is never")
+    if phase == "eval" and config.data.eval is None:
+        wrong.append("there is no evaluation, for data.eval is not set")
+    elif last_step is not None and 1 <= step < last_step:
+        intervals = {"eval": config.training.eval_steps, "save": config.output.save_steps, "final": None}
+        if phase in intervals and ((every := intervals[phase]) is None or step % every != 0):
+            steps = f"step {last_step}" if every is None else f"every {every} steps and after step {last_step}"
+            wrong.append(f"phase {phase} does not come after step {step}, but after {steps}")
+    return wrong
