@@ -9,6 +9,11 @@ _RESUMED = {"resume": "step", "respawn": "resumed_step"}
 """Kinds of event after which a run goes on from an earlier step, and the field that says which."""
 
 
+def last_step(events: Iterable[dict[str, Any]]) -> int:
+    """The last optimizer step that counts; 0 before the first."""
+    return max((event["step"] for event in committed(events, "step")), default=0)
+
+
 def committed(events: Iterable[dict[str, Any]], kind: str) -> tuple[dict[str, Any], ...]:
     """The events of `kind`, in the order of their steps, that no later event of the log gave up."""
     kept: list[dict[str, Any]] = []

@@ -87,7 +87,8 @@ def test_a_matrix_can_be_looked_at_before_it_is_run(tmp_path: Path) -> None:
 def test_a_matrix_without_a_sound_first_run_ends_there(tmp_path: Path) -> None:
     done = _drill(tmp_path, "--profile", "ddp", "--matrix", "--set", "training.learning_rate=1e30")
     assert done.returncode == 4, done.stdout + done.stderr
-    assert "the run without a fault did not end well, so no fault was tried: not_finite at step 1: " in done.stderr, done.stderr
+    said = "the run without a fault did not end well, so no fault was tried: not_finite at step 1: "
+    assert said in done.stderr, done.stderr
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,9 @@ from typing import Any
 
 import pytest
 
+from allranks.checkpoints.durable import FileRecord
+from allranks.checkpoints.published import pointer_content, published
+from allranks.checkpoints.state import CheckpointRef
 from allranks.cli.app import main
 from allranks.config.schema import DataConfig, ModelConfig, RunConfig, TrainingConfig
 from allranks.errors import ExitCode, UserError
@@ -113,11 +116,17 @@ class Run:
         )
         return self
 
-    def save(self, step: int, *, there: bool = True) -> Run:
+    def save(self, step: int, *, there: bool = True, told: bool = True) -> Run:
         name = f"step-{step:08d}-00"
-        self.logs[0].write("save", step=step, path=name, seconds=0.5, blocked_s=0.1, bytes=1 << 20)
+        if told:
+            self.logs[0].write("save", step=step, path=name, seconds=0.5, blocked_s=0.1, bytes=1 << 20)
         if there:
-            (self.dir / "checkpoints" / name).mkdir(parents=True)
+            folder = self.dir / "checkpoints"
+            (folder / name).mkdir(parents=True)
+            files = {"adapter_model.safetensors": FileRecord(bytes=3 << 20, sha256="")}
+            older = list(published(folder, own=()).refs)
+            ref = CheckpointRef(step=step, folder=name, files=files)
+            (folder / "latest.json").write_bytes(pointer_content(ref, older, []))
         return self
 
     def resume(self, step: int) -> Run:
@@ -232,6 +241,15 @@ def test_failures_of_every_rank_stand_beside_what_all_ranks_did(tmp_path: Path) 
 def test_checkpoints_that_were_pruned_are_not_listed(tmp_path: Path) -> None:
     run = Run(tmp_path).launch().save(1, there=False).save(2)
     assert [save["step"] for save in read_run(run.dir).saves] == [2]
+
+
+def test_a_checkpoint_whose_event_was_lost_with_the_ranks_is_listed(tmp_path: Path) -> None:
+    report = read_run(Run(tmp_path).launch().save(1).save(2, told=False).dir)
+    assert [(save["step"], save["bytes"], save["seconds"]) for save in report.saves] == [
+        (1, 1 << 20, 0.5),
+        (2, 3 << 20, None),
+    ]
+    assert "  step 2  step-00000002-00  3 MiB" in run_screen(report, 80)
 
 
 def test_notes_of_the_plan_and_of_the_latest_launch(tmp_path: Path) -> None:

@@ -73,5 +73,5 @@ def _became(report: RunReport, events: Mapping[int, Sequence[dict[str, Any]]], f
     happened = f"happened {len(seen)} time{'s' if len(seen) != 1 else ''}" if seen else "left no record"
     if retries and committed:
         caps = caps_words(retries[-1]["caps"])
-        return f"{happened}; all ranks took the step again with {caps} per micro-batch, and committed it"
+        return f"{happened}; all ranks took the step again with {caps}, and committed it"
     return f"{happened}; {end}"

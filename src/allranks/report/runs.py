@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from allranks.checkpoints.published import published
 from allranks.checkpoints.store import CHECKPOINTS_DIR
 from allranks.errors import UserError
 from allranks.events import EVENTS_DIR, read_events
-from allranks.lineage import committed
+from allranks.lineage import committed, last_step
 from allranks.plan.plan import PLAN_FILE, Plan
 from allranks.rundir import is_held, next_launch
 from allranks.train.schedule import total_steps
@@ -41,7 +42,8 @@ class RunReport:
         evaluations: ``eval`` events, likewise.
         incidents: failures of all ranks, retries, restarts of the ranks, skipped steps, failed saves and resumptions,
             in order of time.
-        saves: ``save`` events whose checkpoint is still there.
+        saves: ``save`` events of the checkpoints that count, oldest first; of one whose event was lost with the ranks,
+            ``step``, ``path`` and ``bytes``, and None for ``seconds``.
         verdict: how the latest launch ended, if it did.
     """
 
@@ -161,7 +163,7 @@ def read_run(run_dir: Path) -> RunReport:
         state=_state(run_dir, verdict, started=launches > 0 or bool(events)),
         launches=max([launches, *(event["launch"] for event in events)]),
         updated=_updated(run_dir, events),
-        step=max((event["step"] for event in committed(events, "step")), default=0),
+        step=last_step(events),
         total_steps=None if data is None else _total_steps(plan, data["samples"]),
         notes=_notes(plan, events),
         data=data,
@@ -169,7 +171,7 @@ def read_run(run_dir: Path) -> RunReport:
         logs=logs,
         evaluations=committed(events, "eval"),
         incidents=incidents,
-        saves=tuple(e for e in events if e["kind"] == "save" and (run_dir / CHECKPOINTS_DIR / e["path"]).is_dir()),
+        saves=_saves(run_dir / CHECKPOINTS_DIR, events),
         verdict=verdict,
     )
 
@@ -195,6 +197,18 @@ def _notes(plan: Plan, events: list[Event]) -> tuple[str, ...]:
     launch = max((event["launch"] for event in events), default=0)
     said = [event["message"] for event in events if event["kind"] == "note" and event["launch"] == launch]
     return tuple(dict.fromkeys((*plan.notes, *said)))
+
+
+def _saves(folder: Path, events: list[Event]) -> tuple[Event, ...]:
+    told = {event["path"]: event for event in events if event["kind"] == "save"}
+    return tuple(
+        told.get(
+            ref.folder,
+            {"step": ref.step, "path": ref.folder, "bytes": ref.bytes, "seconds": None},
+        )
+        for ref in reversed(published(folder, own=()).refs)
+        if (folder / ref.folder).is_dir()
+    )
 
 
 def _incidents(run_dir: Path) -> tuple[Event, ...]:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from allranks.caps import Caps
 from allranks.report.runs import Event, RunReport
 from allranks.units import human_bytes, human_seconds, plural
 
@@ -58,8 +59,8 @@ def run_screen(report: RunReport, width: int) -> list[str]:
         f"evaluation{_shown(report.evaluations)}": _indented(_eval_table(report.evaluations)),
         "incidents": [line for event in report.incidents for line in _wrapped(_incident(event), width)],
         "checkpoints": [
-            f"  step {save['step']}  {save['path']}  {human_bytes(save['bytes'])}, written in "
-            f"{human_seconds(save['seconds'])}"
+            f"  step {save['step']}  {save['path']}  {human_bytes(save['bytes'])}"
+            + (f", written in {human_seconds(save['seconds'])}" if save["seconds"] is not None else "")
             for save in report.saves
         ],
         "verdict": [] if report.verdict is None else _wrapped(_verdict(report), width),
@@ -86,8 +87,8 @@ def table(rows: Sequence[Sequence[str]], right: Sequence[int]) -> list[str]:
 def caps_words(caps: Sequence[int | None]) -> str:
     """Caps of a micro-batch, as events carry them."""
     samples, tokens = caps
-    words = f"at most {samples} sample{'s' if samples != 1 else ''}"
-    return f"{words} and {tokens} tokens" if tokens is not None else words
+    assert samples is not None
+    return Caps(max_samples=samples, max_tokens=tokens).words()
 
 
 def _log_table(logs: Sequence[Event]) -> list[str]:
@@ -136,12 +137,12 @@ def _incident(event: Event) -> str:
         case "failure":
             what = f"rank {event['rank']} failed in {event['phase']} ({event['failure']}): {_first_line(event)}"
         case "retry":
-            what = f"all ranks took it again with {caps_words(event['caps'])} per micro-batch{_left_out(event)}"
+            what = f"all ranks took it again with {caps_words(event['caps'])}{_left_out(event)}"
         case "respawn":
             where = f"step {event['resumed_step']}"
             what = f"{_first_line(event)}; all ranks were started again and went on from {where}"
         case "caps":
-            what = f"from here on {caps_words(event['caps'])} per micro-batch ({_REASON_WORDS[event['reason']]})"
+            what = f"from here on {caps_words(event['caps'])} ({_REASON_WORDS[event['reason']]})"
         case "skipped_step":
             what = f"no update: {event['reason']}"
         case _:

@@ -17,7 +17,8 @@ from allranks.coordinator.liveness import Liveness
 from allranks.coordinator.policy_state import PolicyState
 from allranks.coordinator.progress import ProgressPage
 from allranks.coordinator.watcher import Watcher
-from allranks.events import EventLog
+from allranks.events import EventLog, read_events
+from allranks.lineage import last_step
 from allranks.plan.plan import Plan
 from allranks.rundir import stop_requested
 from allranks.train.console import Console
@@ -95,6 +96,11 @@ class Context:
     def can_respawn(self) -> bool:
         """All ranks are started again when they leave: by torchelastic, or by `allranks run` if there is one rank."""
         return self.rank.environment.under_launcher and self.plan.config.oom.max_respawns > 0
+
+    @property
+    def last_step(self) -> int:
+        """`committed_step`; until that is restored, the last one of the ranks before these."""
+        return self.committed_step or last_step(read_events(self.run_dir, self.rank.environment.rank))
 
     def entered(self, phase: str, step: int, samples: int, tokens: int) -> None:
         """This rank has come to another phase, or to another micro-batch."""

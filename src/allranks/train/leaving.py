@@ -38,8 +38,8 @@ def leave_as_declared(ctx: Context, declared: Declared) -> NoReturn:
     if "respawn" in stop:
         start_again(ctx, stop["respawn"])
     silent = f" (no answer from ranks {list(declared.silent_ranks)})" if declared.silent_ranks else ""
-    verdict = verdict_of(stop["reason"], stop["message"] + silent, ExitCode(stop["exit_code"]), ctx.committed_step)
-    ctx.events.write("stop", step=ctx.committed_step, reason=verdict.reason, message=verdict.message)
+    verdict = verdict_of(stop["reason"], stop["message"] + silent, ExitCode(stop["exit_code"]), ctx.last_step)
+    ctx.events.write("stop", step=verdict.step, reason=verdict.reason, message=verdict.message)
     if ctx.is_main:
         write_verdict(ctx.run_dir, verdict)
         ctx.console.say(f"{verdict.reason}: {verdict.message}")
@@ -64,7 +64,7 @@ def leave_hung(ctx: Context, hung: Hung) -> NoReturn:
         ctx.console.say(hung.message)
         if not ctx.can_respawn:
             words = f"{hung.message}; {TRAITS[FailureKind.HUNG].advice}"
-            write_verdict(ctx.run_dir, verdict_of("failure", words, ExitCode.RANK_LOST, ctx.committed_step))
+            write_verdict(ctx.run_dir, verdict_of("failure", words, ExitCode.RANK_LOST, ctx.last_step))
     assert ctx.liveness is not None
     ctx.liveness.kill_not_answering(hung)
     if ctx.can_respawn:

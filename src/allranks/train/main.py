@@ -69,8 +69,8 @@ def run(plan: Plan, rank: Rank, control: ControlPlane, launch: int) -> ExitCode:
             step=job.position.step,
         )
     except StopTraining as stop:
-        verdict = verdict_of(stop.reason, str(stop), stop.exit_code, ctx.committed_step)
-        ctx.events.write("stop", step=ctx.committed_step, reason=stop.reason, message=str(stop))
+        verdict = verdict_of(stop.reason, str(stop), stop.exit_code, ctx.last_step)
+        ctx.events.write("stop", step=verdict.step, reason=stop.reason, message=str(stop))
     except RespawnNow as error:
         start_again(ctx, str(error))
     except ControlPlaneLost:

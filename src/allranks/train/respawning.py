@@ -11,6 +11,8 @@ from allranks.coordinator.autopsy import examine, read_caps
 from allranks.coordinator.policy_state import PolicyState
 from allranks.coordinator.respawn import Death, GiveUp, may_go_on, read_ledger, started, write_ledger
 from allranks.errors import ExitCode, StopTraining
+from allranks.events import read_events
+from allranks.lineage import last_step
 from allranks.train.context import Context
 from allranks.train.together import Attempt, remember_caps, together
 from allranks.units import plural
@@ -95,7 +97,8 @@ def tell(ctx: Context, revival: Revival, resumed_step: int) -> None:
     death = revival.death
     caps = ctx.policy.train.caps
     budget = ctx.plan.config.oom.max_respawns
-    abandoned = range(resumed_step + 1, death.committed_step + 1)
+    made = max(death.committed_step, last_step(read_events(ctx.run_dir, ctx.rank.environment.rank)))
+    abandoned = range(resumed_step + 1, made + 1)
     ctx.events.write(
         "respawn",
         step=death.step,
@@ -114,7 +117,8 @@ def tell(ctx: Context, revival: Revival, resumed_step: int) -> None:
     if not ctx.is_main:
         return
     where = f"the checkpoint of step {resumed_step}" if resumed_step else "step 0, for there is no checkpoint yet"
-    again = f"; to be made again since then: {plural(len(abandoned), 'step')}" if abandoned else ""
+    are = "is" if len(abandoned) == 1 else "are"
+    again = f" ({plural(len(abandoned), 'step')} after it {are} made again)" if abandoned else ""
     smaller = f", with {_limits(ctx)}" if death.cut else ""
     ctx.console.say(
         f"{death.message}; all ranks were started again (restart {ctx.generation}; {revival.used} of {budget} "
@@ -123,7 +127,7 @@ def tell(ctx: Context, revival: Revival, resumed_step: int) -> None:
 
 
 def _limits(ctx: Context) -> str:
-    words = [f"at most {plural(ctx.policy.train.caps.max_samples, 'sample')} per micro-batch"]
+    words = [ctx.policy.train.caps.words()]
     if ctx.policy.checkpointing and not ctx.plan.config.training.gradient_checkpointing:
         words.append("gradient checkpointing")
     if ctx.policy.skipped:
