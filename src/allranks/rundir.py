@@ -33,6 +33,11 @@ def launch_log_path(run_dir: Path, launch: int, rank: int) -> Path:
     return launch_log_dir(run_dir, launch) / f"rank{rank}.log"
 
 
+def injected_dir(run_dir: Path, launch: int) -> Path:
+    """Where the faults of a drill are noted just before they happen: ``NUMBER-TIME``, both in the order of asking."""
+    return run_dir / "injected" / f"L{launch:04d}"
+
+
 def next_launch(run_dir: Path) -> int:
     """Number of the next launch, from 1: one more than the highest that has a log folder."""
     numbers = [0]

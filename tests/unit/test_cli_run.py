@@ -261,7 +261,7 @@ def test_a_drill_runs_in_a_directory_of_its_own_and_tells_what_happened(allranks
     assert done.stderr.splitlines() == [
         "allranks: exit code 4: not_finite at step 3: as told",
         "drill: oom × 2 on rank 1 in backward of step 3: did not happen; the run ended: not finite at step 3",
-        "drill: nan on rank 0 in forward of step 1: left no record; the run ended: not finite at step 3",
+        "drill: nan on rank 0 in forward of step 1: did not happen; the run ended: not finite at step 3",
     ]
     plan = plan_in(folder, "run-drill")
     assert [(fault.rank, fault.kind, fault.times) for fault in plan.injections] == [(1, "oom", 2), (0, "nan", 1)]

@@ -25,7 +25,7 @@ from allranks.plan.plan import PLAN_FILE, Injection, Plan
 from allranks.report.drill import drill_report
 from allranks.report.runs import find_runs, read_run
 from allranks.report.screens import run_screen, runs_table, table
-from allranks.rundir import launch_lock, launch_log_dir
+from allranks.rundir import injected_dir, launch_lock, launch_log_dir
 from allranks.verdict import VERDICT_FILE, Reason, Verdict, write_verdict
 
 OOM = "CUDA out of memory. Tried to allocate 2.00 GiB.\nsecond line"
@@ -127,6 +127,31 @@ class Run:
             older = list(published(folder, own=()).refs)
             ref = CheckpointRef(step=step, folder=name, files=files)
             (folder / "latest.json").write_bytes(pointer_content(ref, older, []))
+        return self
+
+    def respawn(self, step: int, *, phase: str, resumed: int) -> Run:
+        self.logs[0].write(
+            "respawn",
+            step=step,
+            phase=phase,
+            failure="killed",
+            failed_rank=1,
+            message="rank 1 was killed by SIGKILL",
+            caps=[4, None],
+            gradient_checkpointing=False,
+            skipped_samples=[],
+            resumed_step=resumed,
+            abandoned_steps=[],
+            used=1,
+            max_respawns=3,
+        )
+        return self
+
+    def fired(self, number: int, times: int = 1) -> Run:
+        folder = injected_dir(self.dir, 1)
+        folder.mkdir(parents=True, exist_ok=True)
+        for nth in range(1, times + 1):
+            (folder / f"{number}-{nth}").touch()
         return self
 
     def resume(self, step: int) -> Run:
@@ -487,27 +512,45 @@ def test_a_drill_tells_what_became_of_each_fault(tmp_path: Path) -> None:
     ).launch()
     run.steps(1, 2).failure(3).retry(3, [2, None]).steps(3)
     run.failure(4, phase="forward").retry(4, [1, None]).failure(4, phase="forward", attempt=1).steps(4)
+    run.fired(0).fired(1, times=2).fired(4)
     again = "all ranks took the step again with at most"
     died = "the run died without a verdict"
     assert [line.removeprefix("drill: ").replace(" on rank 1", "") for line in drill_report(run.plan)] == [
-        f"oom in backward of step 3: happened 1 time; {again} 2 samples per micro-batch, and committed it",
+        f"oom in backward of step 3: happened once; {again} 2 samples per micro-batch, and committed it",
         f"oom × 2 in forward of step 4: happened 2 times; {again} 1 sample per micro-batch, and committed it",
-        "oom in eval of step 2: did not happen: step 2 was committed without eval",
+        "oom in eval of step 2: did not happen: step 2 has no eval",
         "oom in reduce of step 2: did not happen, though the step was committed: a fault of allranks",
-        f"sigkill in backward of step 5: left no record; {died}",
+        f"sigkill in backward of step 5: happened once; {died}",
         f"oom in backward of step 7: did not happen; {died}",
     ]
 
 
 def test_a_fault_that_ends_the_run_is_told_with_the_verdict(tmp_path: Path) -> None:
     run = (
-        Run(tmp_path, injections=(fault(), fault(step=1, phase="load", kind="error"), fault(step=5, kind="sigkill")))
+        Run(tmp_path, injections=(fault(), fault(step=9, phase="forward"), fault(step=5, kind="sigkill")))
         .launch()
         .steps(1, 2)
     )
-    run.failure(3).failure(0, phase="load").verdict("out_of_memory", ExitCode.OUT_OF_MEMORY, 2)
+    run.fired(0)
+    run.failure(3).verdict("out_of_memory", ExitCode.OUT_OF_MEMORY, 2)
     assert drill_report(run.plan) == [
-        "drill: oom on rank 1 in backward of step 3: happened 1 time; the run ended: out of memory at step 2",
-        "drill: error on rank 1 while loading: happened 1 time; the run ended: out of memory at step 2",
+        "drill: oom on rank 1 in backward of step 3: happened once; the run ended: out of memory at step 2",
+        "drill: oom on rank 1 in forward of step 9: did not happen; the run ended: out of memory at step 2",
         "drill: sigkill on rank 1 in backward of step 5: did not happen; the run ended: out of memory at step 2",
+    ]
+
+
+def test_a_drill_counts_the_death_after_which_the_ranks_gave_up(tmp_path: Path) -> None:
+    faults = (fault(kind="sigkill", times=3), fault(step=1, phase="load", kind="exit", times=2))
+    run = Run(tmp_path, injections=faults).launch().respawn(0, phase="load", resumed=0).steps(1, 2)
+    run.respawn(3, phase="backward", resumed=2).fired(0, times=2).fired(1).verdict("failure", ExitCode.RANK_LOST, 2)
+    assert drill_report(run.plan) == [
+        (
+            "drill: sigkill × 3 on rank 1 in backward of step 3: happened 2 times; all ranks were started again once; "
+            "the run ended: failure at step 2"
+        ),
+        (
+            "drill: exit × 2 on rank 1 while loading: happened once; all ranks were started again, went on from step 0, "
+            "and passed it"
+        ),
     ]

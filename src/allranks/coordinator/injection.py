@@ -77,10 +77,14 @@ class FaultInjector:
 
     def poison(self, step: int, attempt: int) -> bool:
         """Whether the loop makes its loss NaN in this attempt; kind ``nan`` in any phase of the step."""
-        return any(
-            injection.kind == "nan" and injection.step == step and attempt < injection.times
-            for injection in self._mine.values()
-        )
+        due = [
+            number
+            for number, injection in self._mine.items()
+            if injection.kind == "nan" and injection.step == step and attempt < injection.times
+        ]
+        for number in due:
+            self._mark(number, attempt + 1)
+        return bool(due)
 
     @staticmethod
     def _is_at(injection: Injection, phase: Phase, step: int) -> bool:
@@ -89,8 +93,11 @@ class FaultInjector:
     def _note(self, number: int) -> None:
         """Before it happens: afterwards there may be nobody to note it."""
         self._fired[number] += 1
+        self._mark(number, self._fired[number])
+
+    def _mark(self, number: int, time: int) -> None:
         if self._memory is not None:
-            (self._memory / f"{number}-{self._fired[number]}").touch()
+            (self._memory / f"{number}-{time}").touch()
 
 
 def _fail(kind: FaultKind, rank: int, device: str) -> NoReturn:

@@ -10,11 +10,9 @@ from allranks.events import read_events
 from allranks.plan.plan import Injection, Plan
 from allranks.report.runs import RunReport, read_run
 from allranks.report.screens import caps_words
+from allranks.rundir import injected_dir
 
 _DEADLY = ("exit", "sigkill", "sigstop", "hang")
-_SILENT = (*_DEADLY, "nan")
-"""Kinds that leave no failure record: nobody is left to write it, or nothing was raised."""
-
 _OPTIONAL = ("eval", "save", "final")
 _MISSED = "did not happen, though the step was committed: a fault of allranks"
 
@@ -24,7 +22,12 @@ def drill_report(plan: Plan) -> list[str]:
     run_dir = Path(plan.run_dir)
     report = read_run(run_dir)
     events = {rank: list(read_events(run_dir, rank)) for rank in {0, *(fault.rank for fault in plan.injections)}}
-    return [f"drill: {_asked(fault)}: {_became(report, events, fault)}" for fault in plan.injections]
+    marks = [path.name for path in injected_dir(run_dir, report.launches).glob("*-*")]
+    return [
+        f"drill: {_asked(fault)}: "
+        + _became(report, events, fault, fired=sum(mark.startswith(f"{number}-") for mark in marks))
+        for number, fault in enumerate(plan.injections)
+    ]
 
 
 def _asked(fault: Injection) -> str:
@@ -33,13 +36,8 @@ def _asked(fault: Injection) -> str:
     return f"{fault.kind}{times} on rank {fault.rank} {where}"
 
 
-def _became(report: RunReport, events: Mapping[int, Sequence[dict[str, Any]]], fault: Injection) -> str:
+def _became(report: RunReport, events: Mapping[int, Sequence[dict[str, Any]]], fault: Injection, *, fired: int) -> str:
     step = 0 if fault.phase == "load" else fault.step
-    seen = [
-        event
-        for event in events[fault.rank]
-        if event["kind"] == "failure" and event["step"] == step and event["phase"] == fault.phase
-    ]
     respawns = [
         event
         for event in events[0]
@@ -48,30 +46,30 @@ def _became(report: RunReport, events: Mapping[int, Sequence[dict[str, Any]]], f
         if event["failed_rank"] is None or (event["failed_rank"], event["phase"]) == (fault.rank, fault.phase)
     ]
     retries = [e for e in report.incidents if e["kind"] == "retry" and e["step"] == step]
-    committed = report.step >= step and fault.phase != "load"
-    if fault.kind in _DEADLY:
+    passed = report.step >= max(step, 1)
+    if fault.kind in _DEADLY and fault.phase != "load":
         # By the rank itself: when it dies in the optimizer step, its peers may have committed the step.
-        own = (event["step"] for event in events[fault.rank] if event["kind"] == "step")
-        committed = committed and step in own
+        passed = passed and any(event["kind"] == "step" and event["step"] == step for event in events[fault.rank])
     if report.verdict is None:
         end = "the run died without a verdict"
     else:
         end = f"the run ended: {report.verdict.reason.replace('_', ' ')} at step {report.verdict.step}"
+    if not fired:
+        if not passed:
+            return f"did not happen; {end}"
+        return f"did not happen: step {step} has no {fault.phase}" if fault.phase in _OPTIONAL else _MISSED
+    happened = f"happened {_times(fired)}"
+    if not passed:
+        again = f"; all ranks were started again {_times(len(respawns))}" if respawns else ""
+        return f"{happened}{again}; {end}"
     if respawns:
-        times = f"happened {len(respawns)} time{'s' if len(respawns) != 1 else ''}"
-        if committed or (fault.phase == "load" and report.step > 0):
-            resumed = respawns[-1]["resumed_step"]
-            return f"{times}; all ranks were started again, went on from step {resumed}, and passed it"
-        return f"{times}; all ranks were started again; {end}"
-    if not seen and committed:
-        return (
-            f"did not happen: step {step} was committed without {fault.phase}" if fault.phase in _OPTIONAL else _MISSED
-        )
-    reached = step <= report.step + 1
-    if not seen and not (reached and fault.kind in _SILENT):
-        return f"did not happen; {end}"
-    happened = f"happened {len(seen)} time{'s' if len(seen) != 1 else ''}" if seen else "left no record"
-    if retries and committed:
+        resumed = respawns[-1]["resumed_step"]
+        return f"{happened}; all ranks were started again, went on from step {resumed}, and passed it"
+    if retries:
         caps = caps_words(retries[-1]["caps"])
         return f"{happened}; all ranks took the step again with {caps}, and committed it"
     return f"{happened}; {end}"
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"

@@ -18,6 +18,7 @@ from allranks.coordinator.watcher import Watcher
 from allranks.errors import ExitCode, StopTraining
 from allranks.events import EventLog
 from allranks.plan.plan import Plan
+from allranks.rundir import injected_dir
 from allranks.train.console import Console
 from allranks.train.context import Context
 from allranks.train.finishing import finish
@@ -116,7 +117,7 @@ def _context(plan: Plan, rank: Rank, control: ControlPlane, launch: int, generat
             leave=lambda declared: leave_as_declared(ctx, declared),
         ),
         injector=FaultInjector(
-            plan.injections, rank=place.rank, device=str(rank.device), fired=run_dir / "injected" / f"L{launch:04d}"
+            plan.injections, rank=place.rank, device=str(rank.device), fired=injected_dir(run_dir, launch)
         ),
         pulse=Pulse(),
         page=ProgressPage(run_dir, place.rank, launch=launch, generation=generation),
