@@ -1,4 +1,6 @@
-"""How a run ended: written by rank 0 when all ranks agreed to leave, read by the launcher and the reports."""
+"""How a run ended: written by rank 0 when all ranks agreed to leave, and by the launcher where they could not; read by
+the launcher and the reports.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ Reason = Literal["finished", "interrupted", "out_of_memory", "not_finite", "stor
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """The agreed end of a launch.
+    """The end of a launch.
 
     Attributes:
         reason: short machine-readable cause.
@@ -31,6 +33,20 @@ class Verdict:
     message: str
     exit_code: ExitCode
     step: int
+
+
+_REASONS: dict[ExitCode, Reason] = {
+    ExitCode.OK: "finished",
+    ExitCode.OUT_OF_MEMORY: "out_of_memory",
+    ExitCode.DIVERGED: "not_finite",
+    ExitCode.STORAGE: "storage",
+    ExitCode.INTERRUPTED: "interrupted",
+}
+
+
+def reason_of(code: ExitCode) -> Reason:
+    """The reason for which a launch returns `code`."""
+    return _REASONS.get(code, "failure")
 
 
 def write_verdict(run_dir: Path, verdict: Verdict) -> None:

@@ -239,14 +239,32 @@ def test_what_was_abandoned_is_told(tiny_llama_dir: Path, folder: Path) -> None:
 
 def test_the_budget_ends_in_one_message(tiny_llama_dir: Path, folder: Path) -> None:
     config = _config(tiny_llama_dir, folder, "budget", oom__max_respawns=2)
-    faults = ("rank=1,step=2,phase=forward,kind=sigkill,times=9",)
+    faults = ("rank=1,step=3,phase=forward,kind=sigkill,times=9",)
     run = launch(config, folder, profile="ddp", ranks=2, inject=faults)
     assert run.status == 5, run.output
-    assert run.verdict["reason"] == "failure"
+    assert (run.verdict["reason"], run.verdict["step"]) == ("failure", 2)
     message = run.verdict["message"]
-    assert message.startswith("rank 1 was killed by SIGKILL in step 2 (forward)"), message
+    assert message.startswith("rank 1 was killed by SIGKILL in step 3 (forward)"), message
     assert "restart 2 for this cause would use 3 of oom.max_respawns = 2" in message
     assert len(run.events("launch")) == 3
+    assert "happened 2 times; all ranks were started again once; the run ended: failure at step 2" in run.output
+
+
+@pytest.mark.parametrize(("profile", "ranks"), [("ddp", 2), ("single", 1)])
+def test_without_restarts_the_message_says_where_the_dead_rank_was(
+    profile: str, ranks: int, tiny_llama_dir: Path, folder: Path
+) -> None:
+    config = _config(tiny_llama_dir, folder, f"once-{profile}", oom__max_respawns=0)
+    faults = (f"rank={ranks - 1},step=3,phase=forward,kind=sigkill",)
+    run = launch(config, folder, profile=profile, ranks=ranks, inject=faults)
+    assert run.status == 5, run.output
+    assert (run.verdict["reason"], run.verdict["exit_code"], run.verdict["step"]) == ("failure", 5, 2)
+    message = run.verdict["message"]
+    assert message.startswith(f"rank {ranks - 1} was killed by SIGKILL in step 3 (forward) on a micro-batch of"), (
+        message
+    )
+    assert "it was not started again, for oom.max_respawns is 0; somebody" in message
+    assert f"exit code 5: {message}" in run.output
 
 
 def test_ranks_that_die_before_they_have_joined_are_not_started_for_ever(tiny_llama_dir: Path, folder: Path) -> None:

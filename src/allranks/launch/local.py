@@ -11,7 +11,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,14 +20,16 @@ from types import FrameType
 from allranks import environment
 from allranks.checkpoints.durable import StorageError, free_bytes
 from allranks.errors import ExitCode
+from allranks.events import read_events
 from allranks.launch.command import LaunchRequest
 from allranks.launch.logs import LAUNCHER_LOG, Console, RankLogs
 from allranks.launch.outcome import Outcome, agreed, killed_on_request, unexplained
 from allranks.launch.processes import Tree, adopting_orphans, end_with_parent
 from allranks.launch.restarts import DeathWatch
+from allranks.lineage import last_step
 from allranks.rundir import discard_stop_request, request_stop, unwritable
 from allranks.units import human_bytes, human_seconds
-from allranks.verdict import discard_verdict, read_verdict
+from allranks.verdict import Verdict, discard_verdict, read_verdict, reason_of, write_verdict
 
 GRACE_S = 120.0
 """Default time for the ranks to finish their step, save and leave."""
@@ -72,17 +74,17 @@ def run(
     with adopting_orphans(), _stop_signals() as signals:
         tree = Tree()
         try:
-            deaths = DeathWatch(run_dir, request.log_dir, request.launch, console) if request.restarts else None
+            deaths = DeathWatch(run_dir, request.log_dir, request.launch, console)
+            watched = deaths if request.restarts else None
             stop = _Stop(run_dir, signals, console, tree, grace_s)
             while True:
                 process = _start(request)
                 tree.grow_from(process)
-                killed = _attend(process, request.log_dir, stop, logs, None if request.one_process else deaths)
+                killed = _attend(process, request.log_dir, stop, logs, None if request.one_process else watched)
                 _end_stragglers(tree, logs, signals)
-                alone = request.one_process and deaths is not None and killed is None and not signals.names
-                if not alone or process.returncode == 0 or read_verdict(run_dir) is not None:
+                again = request.one_process and request.restarts and killed is None and not signals.names
+                if not again or process.returncode == 0 or read_verdict(run_dir) is not None:
                     break
-                assert deaths is not None
                 deaths.ended()
                 if deaths.in_vain:
                     break
@@ -90,8 +92,8 @@ def run(
             for pid in tree.end():
                 console.line(f"allranks: process {pid} does not end even on SIGKILL; it hangs in the kernel")
             logs.finish()
-    in_vain = deaths is not None and deaths.in_vain
-    return _outcome(run_dir, request, int(ExitCode.CRASH) if in_vain else process.returncode, killed)
+    in_vain = request.restarts and deaths.in_vain
+    return _outcome(run_dir, request, int(ExitCode.CRASH) if in_vain else process.returncode, killed, deaths)
 
 
 def _start(request: LaunchRequest) -> subprocess.Popen[bytes]:
@@ -223,16 +225,31 @@ def _out_of_patience(logs: RankLogs, signals: _StopSignals, limit: int) -> bool:
     return len(signals.names) >= limit
 
 
-def _outcome(run_dir: Path, request: LaunchRequest, status: int, killed: str | None) -> Outcome:
+def _outcome(run_dir: Path, request: LaunchRequest, status: int, killed: str | None, deaths: DeathWatch) -> Outcome:
+    """The verdict on which the ranks agreed; without one what happened to them, which is then the verdict."""
     try:
         verdict = read_verdict(run_dir)
     except ValueError as error:
         return Outcome(exit_code=ExitCode.CRASH, message=str(error))
     if verdict is not None:
         return agreed(verdict)
-    if killed is not None:
-        return killed_on_request(killed)
+    outcome = killed_on_request(killed) if killed is not None else _found_out(run_dir, request, status, deaths)
+    verdict = Verdict(
+        reason=reason_of(outcome.exit_code),
+        message=outcome.message,
+        exit_code=outcome.exit_code,
+        step=last_step(read_events(run_dir)),
+    )
+    with suppress(OSError):  # it is said on the screen
+        write_verdict(run_dir, verdict)
+    return outcome
+
+
+def _found_out(run_dir: Path, request: LaunchRequest, status: int, deaths: DeathWatch) -> Outcome:
+    """What ended ranks that have agreed on nothing."""
     outcome = unexplained(status, request.log_dir)
+    if not request.restarts:
+        outcome = deaths.explained(outcome)
     free = free_bytes(run_dir)
     if outcome.exit_code is ExitCode.CRASH and free is not None and free < _FULL_DISK_BYTES:
         word = f"the disk of {run_dir} is full ({human_bytes(free)} free)\n    fix: make room, then run this again"

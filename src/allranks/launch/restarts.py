@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
-from allranks.coordinator.autopsy import ExitNote, write_exit_note
+from allranks.coordinator.autopsy import ExitNote, examine, write_exit_note
+from allranks.coordinator.kinds import TRAITS
 from allranks.coordinator.respawn import read_ledger
 from allranks.errors import RESPAWN_STATUS, ExitCode
 from allranks.launch.command import TORCHRUN_DIR
 from allranks.launch.logs import LAUNCHER_LOG, Console
-from allranks.launch.outcome import Death, one_process_death, reported_deaths
+from allranks.launch.outcome import Death, Outcome, first_death, one_process_death, reported_deaths
 
 _CGROUP_EVENTS = Path("/sys/fs/cgroup/memory.events")
 
 
 class DeathWatch:
-    """Watches one launch whose ranks are started again when one dies.
+    """Watches one launch for ranks that die; when one does, all are started again, unless that is switched off.
 
     Args:
         run_dir: the run directory.
@@ -54,18 +56,36 @@ class DeathWatch:
         starts = ledger.starts if ledger is not None and ledger.launch == self._launch else 0
         return self.restarts > starts + (1 if starts else 0)
 
+    def explained(self, outcome: Outcome) -> Outcome:
+        """`outcome` in the words of what a dead rank left behind, where no rank starts again to look at it."""
+        death = first_death((self._log_dir / LAUNCHER_LOG).read_text(encoding="utf-8", errors="replace"))
+        if death is None or outcome.exit_code not in (ExitCode.CRASH, ExitCode.RANK_LOST):
+            return outcome
+        self._write_note(death)
+        found = examine(self._run_dir, launch=self._launch, generation=self._generation, known=None).death
+        if found.rank is None or found.phase == "start":
+            return outcome
+        why = "it was not started again, for oom.max_respawns is 0"
+        return replace(outcome, message=f"{found.message}; {why}; {TRAITS[found.kind].advice}")
+
+    @property
+    def _generation(self) -> int:
+        ledger = read_ledger(self._run_dir)
+        return ledger.generation if ledger is not None and ledger.launch == self._launch else 0
+
     def _note(self, death: Death) -> None:
         if death.status == RESPAWN_STATUS:
             return  # it has said why
         how = f"was killed by {death.by_signal}" if death.by_signal else f"left with exit status {death.status}"
         if death.status != ExitCode.RANK_LOST:
             self._console.line(f"allranks: rank {death.rank} {how}; all ranks are started again")
-        ledger = read_ledger(self._run_dir)
-        generation = ledger.generation if ledger is not None and ledger.launch == self._launch else 0
+        self._write_note(death)
+
+    def _write_note(self, death: Death) -> None:
         note = ExitNote(rank=death.rank, status=death.status, oom_kills=_oom_kills() - self._oom_kills)
         self._oom_kills += note.oom_kills
         try:
-            write_exit_note(self._run_dir, note, launch=self._launch, generation=max(0, generation))
+            write_exit_note(self._run_dir, note, launch=self._launch, generation=max(0, self._generation))
         except OSError as error:
             self._console.line(f"allranks: how rank {death.rank} ended could not be noted: {error.strerror}")
 

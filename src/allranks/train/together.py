@@ -155,7 +155,7 @@ def _failing(ctx: Context, ballot: Ballot, failed: Failed, at: Attempt, *, in_co
         tokens=at.tokens,
         in_collective=in_collective,
         place=at.phase,
-        gpu=ctx.rank.device.index,
+        gpu=ctx.rank.device.index if ctx.rank.device.type == "cuda" else None,
         sample_id=at.sample_ids[0] if len(at.sample_ids) == 1 else None,
     )
 
