@@ -74,9 +74,10 @@ def load_profile(name_or_path: str) -> Profile:
     if not path.is_file():
         problem = Problem(
             path="--profile",
-            message=f"{shown(name_or_path)} is neither a shipped profile nor a file",
+            message=f"{shown(name_or_path)} is neither a shipped profile nor a file" if name_or_path else "not given",
             choices=tuple(shipped),
             nearest=nearest(name_or_path, shipped),
+            fix=None if name_or_path else "add --profile NAME, or the path of an accelerate config file",
         )
         raise ProblemsError("profile", [problem])
     return _read(path)

@@ -222,7 +222,7 @@ def test_an_optimizer_step_that_fails_on_one_rank_stops_both(told: list[dict[str
 
 
 def test_a_global_batch_without_targets_stops_both(told: list[dict[str, Any]]) -> None:
-    assert agreed(told, "no target")[2] == "step 1: the global batch has 0 samples and no target"
+    assert agreed(told, "no target")[2].splitlines()[0] == "step 1: the global batch has 0 samples and no target"
 
 
 def test_bf16_parameters_travel_in_fp32(told: list[dict[str, Any]]) -> None:
@@ -231,8 +231,10 @@ def test_bf16_parameters_travel_in_fp32(told: list[dict[str, Any]]) -> None:
 
 
 def test_the_peer_of_a_rank_that_dies_is_told(told: list[dict[str, Any]]) -> None:
-    kind, seconds = told[0]["a rank dies"]
+    kind, message, seconds = told[0]["a rank dies"]
     assert kind == "ControlPlaneLost"
+    assert message.startswith("step 1: rank 0 lost its peers: ")
+    assert "all ranks must make as many steps" in message
     assert seconds < 30
 
 
@@ -351,7 +353,7 @@ def _each(accelerator: Any, rank: int) -> Iterator[tuple[str, Any]]:
     try:
         coordinator.step(mine, die)
     except ControlPlaneLost as lost:
-        yield "a rank dies", (type(lost).__name__, time.monotonic() - began)
+        yield "a rank dies", (type(lost).__name__, str(lost), time.monotonic() - began)
 
 
 def _model_goes_first() -> None:

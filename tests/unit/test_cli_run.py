@@ -445,3 +445,12 @@ def test_damaged_checkpoints_are_no_reason_to_start_anew(
     anew = allranks("run", "run.yaml", "--profile", "ddp", "--resume", "never")
     assert anew.returncode == 0, anew.stderr
     assert (folder / "runs" / "run-2" / PLAN_FILE).exists() and checkpoint.is_dir()
+
+
+@pytest.mark.parametrize(
+    "words", [("run",), ("drill", "--matrix"), ("drill", "--inject", "rank=0,step=1,phase=load,kind=oom")]
+)
+def test_a_profile_that_is_not_given_is_told_with_the_valid_ones(allranks: Command, words: tuple[str, ...]) -> None:
+    done = allranks(words[0], "run.yaml", *words[1:])
+    assert done.returncode == ExitCode.USAGE
+    assert "--profile: not given\n      valid: ddp, fsdp, single, zero2, zero3\n      fix: add --profile" in done.stderr

@@ -35,7 +35,7 @@ def register(app: typer.Typer) -> None:
 
 def drill(
     config_file: ConfigFile,
-    profile: ProfileName,
+    profile: ProfileName = "",
     inject: Annotated[
         list[str] | None,
         typer.Option(metavar="FAULT", help=f"A fault as {_EXAMPLE}[,times=2]; may be repeated.", show_default=False),

@@ -30,7 +30,7 @@ from allranks.rundir import launch_lock, next_launch, replace_text, unwritable
 
 ProfileName = Annotated[
     str,
-    typer.Option("--profile", metavar="NAME", help="Profile, or an accelerate config file.", show_default=False),
+    typer.Option("--profile", metavar="NAME", help="Profile, or an accelerate config file; required.", show_default=False),
 ]
 Resume = Literal["auto", "must", "never"]
 
@@ -98,7 +98,7 @@ def register(app: typer.Typer) -> None:
 
 def run(
     config_file: ConfigFile,
-    profile: ProfileName,
+    profile: ProfileName = "",
     gpus: Gpus = None,
     smoke: Annotated[
         bool, typer.Option("--smoke", help="3 steps, one evaluation if data.eval is set, one save, in NAME-smoke.")

@@ -174,5 +174,5 @@ TRAITS: dict[FailureKind, Traits] = {
     ),
     FailureKind.LOST: Traits(severity=Severity.RESPAWN, advice="the rank left no sign of why; look into its log"),
     FailureKind.USER: Traits(severity=Severity.STOP, advice="the message says what to change"),
-    FailureKind.OTHER: Traits(severity=Severity.RETRY_ONCE, advice="the traceback is in this rank's log"),
+    FailureKind.OTHER: Traits(severity=Severity.RETRY_ONCE, advice="that rank printed its traceback"),
 }

@@ -161,7 +161,7 @@ def may_go_on(ledger: Ledger, *, max_respawns: int) -> GiveUp | None:
         return _give_up(
             last,
             f"restart {times} for this cause would use {used} of oom.max_respawns = {max_respawns} (a restart that "
-            f"got no further counts double): {TRAITS[last.kind].advice}",
+            f"got no further counts double; raise it to allow more): {TRAITS[last.kind].advice}",
         )
     return None
 

@@ -15,7 +15,7 @@ import torch
 
 from allranks.caps import Caps
 from allranks.config.schema import OomConfig
-from allranks.coordinator.agreement import ControlPlane, vote_two
+from allranks.coordinator.agreement import ControlPlane, ControlPlaneLost, vote_two
 from allranks.coordinator.attempt import AttemptKey, Failed, FailureFlag, run_attempt
 from allranks.coordinator.ballots import Ballot, StepBallot, StepVerdict, Tally, fingerprint, tally_one
 from allranks.coordinator.failure import classify
@@ -111,10 +111,10 @@ class Together:
     def __init__(
         self, accelerator: Any, replica: Replica, *, caps: Caps, max_retries: int, record_dir: str | Path | None
     ) -> None:
-        if caps.max_samples < 1 or (caps.max_tokens is not None and caps.max_tokens < 1):
-            raise UserError(f"max_samples={caps.max_samples}, max_tokens={caps.max_tokens}: each must be 1 or more")
-        if max_retries < 0:
-            raise UserError(f"max_retries={max_retries}: must be 0 or more")
+        _require("max_samples", caps.max_samples, at_least=1)
+        if caps.max_tokens is not None:
+            _require("max_tokens", caps.max_tokens, at_least=1)
+        _require("max_retries", max_retries, at_least=0)
         self.replica = replica
         self.policy = PolicyState.start(train=caps, evaluation=caps)
         self.committed_step = 0
@@ -154,19 +154,18 @@ class Together:
         scale = 1.0 if self._scaler is None else float(self._scaler.get_scale())
         outcome = run_attempt(partial(self._reduce, share, by), on_failure=_log)
         own, norm = (math.nan, math.nan) if isinstance(outcome, Failed) else outcome.value
-        vote = vote_two(
-            self._control,
-            StepBallot(
-                committed_step=self.committed_step,
-                caps_fingerprint=fingerprint(self.policy.train.caps),
-                reduced=not isinstance(outcome, Failed),
-                loss_sum=own / by,
-                grad_norm=norm / scale,
-                # Samples, not targets: how many there must be is known before any of them was touched.
-                tokens=share.samples,
-                expected_tokens=asked.samples,
-            ),
+        ballot = StepBallot(
+            committed_step=self.committed_step,
+            caps_fingerprint=fingerprint(self.policy.train.caps),
+            reduced=not isinstance(outcome, Failed),
+            loss_sum=own / by,
+            grad_norm=norm / scale,
+            # Samples, not targets: how many there must be is known before any of them was touched.
+            tokens=share.samples,
+            expected_tokens=asked.samples,
         )
+        with _with_peers(self.committed_step + 1):
+            vote = vote_two(self._control, ballot)
         overflowed = self._scaler is not None and math.isfinite(vote.loss_sum) and not math.isfinite(norm)
         if vote.verdict is not StepVerdict.STEP and not (vote.verdict is StepVerdict.NOT_FINITE and overflowed):
             stop = decide_step(self.policy, vote)
@@ -197,7 +196,8 @@ class Together:
         failed = isinstance(outcome, Failed)
         if isinstance(outcome, Failed):
             self._accounts.leave(outcome, Place(key=self._key(self.committed_step, 0), phase="update"))
-        rows = self._control.exchange([float(failed)], topic=3)
+        with _with_peers(self.committed_step):
+            rows = self._control.exchange([float(failed)], topic=3)
         ranks = [rank for rank, row in enumerate(rows) if row[0]]
         if ranks:
             words = self._accounts.of(ranks[0], self._key(self.committed_step, 0))
@@ -243,7 +243,9 @@ class Together:
                 if asked.targets == 0:
                     raise StopTraining(
                         "failure",
-                        f"step {place.key.step}: the global batch has {asked.samples} samples and no target",
+                        f"step {place.key.step}: the global batch has {asked.samples} samples and no target\n"
+                        "    fix: leave it out on all ranks, or look at why its samples have none (labels that are all "
+                        "-100, for one)",
                         ExitCode.USAGE,
                     )
                 return share, asked, attempt
@@ -277,7 +279,8 @@ class Together:
         row = ballot.to_row()
         width = len(row)
         row += [n_samples, share.targets, share.largest_tokens, share.longest_tokens]
-        rows = self._control.exchange(row, topic=1)
+        with _with_peers(self.committed_step + 1):
+            rows = self._control.exchange(row, topic=1)
         sizes = [list(map(int, other[width:])) for other in rows]
         asked = _Asked(
             samples=sum(size[0] for size in sizes),
@@ -304,6 +307,23 @@ class Together:
         if cause is None or rank is None or cause.memory:
             raise stop.error()
         raise replace(stop, message=f"{stop.message}\n{self._accounts.of(rank, key)}".rstrip()).error()
+
+
+def _require(name: str, value: int, *, at_least: int) -> None:
+    if value < at_least:
+        raise UserError(f"{name}={value}: must be a whole number from {at_least}")
+
+
+@contextmanager
+def _with_peers(step: int) -> Iterator[None]:
+    """Around a vote of `step`: one of the two ways to lose a peer is a fault of the loop around it."""
+    try:
+        yield
+    except ControlPlaneLost as error:
+        raise ControlPlaneLost(
+            f"step {step}: {error}\n    fix: see what the other ranks said last: one has died, or has left the loop "
+            "while this one goes on; all ranks must make as many steps, a rank without samples with an empty batch"
+        ) from error
 
 
 def _log(error: BaseException) -> None:
