@@ -37,6 +37,7 @@ KINDS: dict[str, tuple[str, ...]] = {
         "caps",
     ),
     "caps": ("step", "reason", "message", "caps"),
+    "cost": ("step", "a", "b", "c", "error"),
     "log": ("step", "loss", "grad_norm", "learning_rate", "tokens_per_s", "peak_bytes", "reserved_bytes"),
     "failure": (
         "step",

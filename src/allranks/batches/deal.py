@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,8 +28,7 @@ class Batch:
     max_tokens: int | None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Piece:
+class Piece(NamedTuple):
     """A micro-batch, or a single item, on its way to a rank.
 
     Attributes:
@@ -71,30 +72,24 @@ def deal_lightest(pieces: list[Piece], world: int, limit: int) -> Ranks:
     ranks: Ranks = [[] for _ in range(world)]
     heap = [(0.0, rank) for rank in range(world)]
     for piece in costliest_first(pieces):
-        load, rank = heapq.heappop(heap)
+        load, rank = heap[0]
         ranks[rank].append(piece)
         if len(ranks[rank]) < limit:
-            heapq.heappush(heap, (load + piece.cost, rank))
+            heapq.heapreplace(heap, (load + piece.cost, rank))
+        else:
+            heapq.heappop(heap)
     return [costliest_first(rank) for rank in _levelled(ranks, limit)]
 
 
 def _levelled(ranks: Ranks, limit: int) -> Ranks:
     """Move or swap pieces between the most and the least loaded rank while that narrows the gap."""
-    loads = [sum(piece.cost for piece in rank) for rank in ranks]
+    loads = [sum([piece.cost for piece in rank]) for rank in ranks]
     for _ in range(2 * len(ranks)):
-        slow = max(range(len(ranks)), key=loads.__getitem__)
-        fast = min(range(len(ranks)), key=loads.__getitem__)
+        slow, fast = loads.index(max(loads)), loads.index(min(loads))
         gap = loads[slow] - loads[fast]
         if gap <= 1e-3 * loads[slow]:
             break
-        swaps = [
-            (abs(given.cost - taken.cost - gap / 2), i, j)
-            for i, given in enumerate(ranks[slow])
-            for j, taken in enumerate(ranks[fast])
-        ]
-        if len(ranks[fast]) < limit:
-            swaps.extend((abs(given.cost - gap / 2), i, -1) for i, given in enumerate(ranks[slow]))
-        miss, i, j = min(swaps)
+        miss, i, j = _best_swap(ranks[slow], ranks[fast], gap, move=len(ranks[fast]) < limit)
         if miss >= gap / 2 * (1 - 1e-9):
             break
         given = ranks[slow].pop(i)
@@ -105,6 +100,22 @@ def _levelled(ranks: Ranks, limit: int) -> Ranks:
         loads[slow] += taken.cost - given.cost
         loads[fast] += given.cost - taken.cost
     return ranks
+
+
+def _best_swap(slow: list[Piece], fast: list[Piece], gap: float, *, move: bool) -> tuple[float, int, int]:
+    """By how much the best swap misses the middle of `gap`, and its places in `slow` and `fast`; -1: a mere move."""
+    order = sorted(range(len(fast)), key=lambda j: fast[j].cost)
+    costs = [fast[j].cost for j in order]
+    best = (float("inf"), -1, -1)
+    for i, given in enumerate(slow):
+        wanted = given.cost - gap / 2
+        at = bisect_left(costs, wanted)
+        for near in (at - 1, at):
+            if 0 <= near < len(costs):
+                best = min(best, (abs(wanted - costs[near]), i, order[near]))
+        if move:
+            best = min(best, (abs(wanted), i, -1))
+    return best
 
 
 def slowest(ranks: Ranks, lockstep: bool, step_cost: float) -> float:

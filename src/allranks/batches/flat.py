@@ -21,11 +21,11 @@ def flat_ranks(batch: Batch, slots: int, lockstep: bool) -> Ranks:
 
 def _free(batch: Batch, slots: int) -> Ranks:
     """Items shared out over ranks, then packed by each; whole micro-batches shared out where that fails."""
-    items = [Piece(cost=cost, items=(item,)) for item, cost in enumerate(batch.costs)]
+    items = [Piece(cost, (item,)) for item, cost in enumerate(batch.costs)]
     ranks: Ranks = []
     for mine in deal_lightest(items, batch.world, slots * batch.max_samples):
-        members = sorted(item for piece in mine for item in piece.items)
-        bins = _equal_bins(batch, members, len(_best_fit(batch, members)))
+        members = sorted([piece.items[0] for piece in mine])
+        bins = _fewest_equal_bins(batch, members)
         if len(bins) > slots:
             whole = _equal_bins(batch, range(len(batch.tokens)), slots * batch.world)
             return deal_lightest(_pieces(batch, whole), batch.world, slots)
@@ -69,6 +69,17 @@ def _equal_bins(batch: Batch, items: Sequence[int], limit: int) -> list[list[int
         shared = max((members for members in bins if len(members) > 1), key=lambda members: batch.costs[members[0]])
         bins.append([shared.pop()])
     return bins
+
+
+def _fewest_equal_bins(batch: Batch, items: Sequence[int]) -> list[list[int]]:
+    """Items in as few micro-batches as are found, of nearly equal cost."""
+    least = -(-len(items) // batch.max_samples)
+    if batch.max_tokens is not None:
+        least = max(least, -(-sum([batch.tokens[item] for item in items]) // batch.max_tokens))
+    if least == 1:
+        return [list(items)]
+    bins, left = _lightest_first(batch, items, least, None)
+    return bins if not left else _equal_bins(batch, items, len(_best_fit(batch, items)))
 
 
 def _lightest_first(
@@ -126,4 +137,4 @@ def _best_fit(batch: Batch, items: Sequence[int]) -> list[list[int]]:
 
 
 def _pieces(batch: Batch, bins: list[list[int]]) -> list[Piece]:
-    return [Piece(cost=sum(batch.costs[item] for item in members), items=tuple(members)) for members in bins]
+    return [Piece(sum([batch.costs[item] for item in members]), tuple(members)) for members in bins]

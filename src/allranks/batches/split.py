@@ -81,7 +81,7 @@ def split(
         raise ValueError(f"cannot split lengths {list(lengths)[:8]} over {world_size} ranks")
     if not lengths:
         return ((),) * world_size
-    order = sorted(range(len(lengths)), key=lambda position: -lengths[position])
+    order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
     tokens = [int(lengths[position]) for position in order]
     batch = Batch(
         tokens=tokens,
@@ -91,7 +91,7 @@ def split(
         max_tokens=caps.max_tokens,
     )
     ranks = _best_ranks(batch, lockstep, padded, cost.c)
-    return tuple(tuple(tuple(order[item] for item in piece.items) for piece in rank) for rank in ranks)
+    return tuple([tuple([tuple([order[item] for item in piece.items]) for piece in rank]) for rank in ranks])
 
 
 def _best_ranks(batch: Batch, lockstep: bool, padded: bool, step_cost: float) -> Ranks:

@@ -29,7 +29,7 @@ class TrainState:
         eval_caps: of an evaluation micro-batch, likewise.
         checkpointing: activations are recomputed in backward, as configured or as the ranks agreed.
         skipped: samples that they agreed to leave out.
-        cost: (a, b) of the fitted cost a·tokens + b·length² of a sample.
+        cost: (a, b, c) of the fitted cost a·tokens + b·tokens² of a sample and c of a micro-batch.
         scaler: state of the fp16 loss scaler; None with bf16 and fp32.
         optimizer: kind of the optimizer whose state was saved, e.g. ``adamw_torch_fused``.
         world_size: ranks at the save.
@@ -50,7 +50,7 @@ class TrainState:
     eval_caps: Caps
     checkpointing: bool
     skipped: tuple[int, ...]
-    cost: tuple[float, float]
+    cost: tuple[float, ...]
     scaler: dict[str, Any] | None
     optimizer: str
     world_size: int

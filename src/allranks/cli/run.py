@@ -30,7 +30,9 @@ from allranks.rundir import launch_lock, next_launch, replace_text, unwritable
 
 ProfileName = Annotated[
     str,
-    typer.Option("--profile", metavar="NAME", help="Profile, or an accelerate config file; required.", show_default=False),
+    typer.Option(
+        "--profile", metavar="NAME", help="Profile, or an accelerate config file; required.", show_default=False
+    ),
 ]
 Resume = Literal["auto", "must", "never"]
 

@@ -152,6 +152,11 @@ class TrainingConfig(_Section):
     loss_reduction: Literal["token", "sample"] = Field(
         "token", description="Mean over the global batch's target tokens, or mean of per-sample means."
     )
+    fit_cost: bool = Field(
+        True,
+        description="Fit what a token and a micro-batch cost to the first steps, for an even split over the ranks; "
+        "false: the split depends on no measurement.",
+    )
     group_by_length_window: int = Field(
         1,
         ge=1,

@@ -25,6 +25,7 @@ from allranks.train.console import Console
 from allranks.train.memory import MemoryMeter
 from allranks.train.process import Rank
 from allranks.train.snapshot import FirstOom
+from allranks.train.stopwatch import Stopwatch
 
 
 @dataclass(kw_only=True)
@@ -45,6 +46,7 @@ class Context:
         liveness: watches all ranks for one that does not; None if that is switched off.
         page: where this rank is, for the time after its death.
         meter: memory of each attempt.
+        stopwatch: time of each micro-batch.
         first_oom: keeps what the GPU's memory held when this rank first ran out of it.
         events: this rank's event log.
         console: what a person sees of this rank.
@@ -67,6 +69,7 @@ class Context:
     pulse: Pulse
     page: ProgressPage
     meter: MemoryMeter
+    stopwatch: Stopwatch
     first_oom: FirstOom
     events: EventLog
     console: Console

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from allranks.batches.fit import CostFit
 from allranks.batches.order import SampleOrder
 from allranks.batches.split import Cost
 from allranks.checkpoints.host_copies import HostCopies
@@ -67,7 +68,8 @@ class Job:
         tokenizer: of the run.
         data: the tokenised sets.
         order: which samples make up each global batch.
-        cost: of a sample, for the split.
+        cost: of a micro-batch, for the split.
+        fit: what micro-batches say of the cost.
         collate: makes micro-batches into tensors: padded rows, or one flat sequence.
         total_steps: optimizer steps of the run.
         scale: loss scale (fp16).
@@ -81,6 +83,7 @@ class Job:
         last_loss: of the last committed step.
         last_eval_loss: of the last evaluation.
         approximate: optimizer state was requantised at a resume.
+        steps_here: committed by this process.
     """
 
     model: Any
@@ -92,6 +95,7 @@ class Job:
     data: PreparedData
     order: SampleOrder
     cost: Cost
+    fit: CostFit
     collate: Collate
     total_steps: int
     scale: LossScale
@@ -105,3 +109,4 @@ class Job:
     last_loss: float = float("nan")
     last_eval_loss: float | None = None
     approximate: bool = False
+    steps_here: int = 0

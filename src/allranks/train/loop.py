@@ -8,6 +8,7 @@ from allranks.coordinator.adjustment import adjusted
 from allranks.errors import ExitCode, StopTraining
 from allranks.train.console import Pace
 from allranks.train.context import Context
+from allranks.train.costing import fit_cost
 from allranks.train.evaluate import evaluate
 from allranks.train.job import Job
 from allranks.train.saving import leave_nothing_unwritten, save, tell_saved
@@ -49,6 +50,7 @@ def _train(ctx: Context, job: Job) -> None:
         _optimizer_step(ctx, job, reduced, rate)
         _commit(ctx, job, ids, reduced, seconds=time.monotonic() - began)
         _adjust_caps(ctx, job, reduced)
+        fit_cost(ctx, job, reduced.part)
         step, last = job.position.step, job.position.step == job.total_steps
         if step % config.training.logging_steps == 0 or last:
             _log(ctx, job, ids, reduced, rate, seconds=time.monotonic() - began, left=pace.left(step))

@@ -37,6 +37,7 @@ from allranks.train.respawning import agreed_generation, revive
 from allranks.train.setup import first_caps, set_up
 from allranks.train.signals import listen
 from allranks.train.snapshot import FirstOom
+from allranks.train.stopwatch import Stopwatch
 from allranks.train.together import RespawnNow
 from allranks.train.versions import versions
 from allranks.verdict import Verdict, read_verdict, write_verdict
@@ -122,6 +123,7 @@ def _context(plan: Plan, rank: Rank, control: ControlPlane, launch: int, generat
         pulse=Pulse(),
         page=ProgressPage(run_dir, place.rank, launch=launch, generation=generation),
         meter=MemoryMeter(rank.device),
+        stopwatch=Stopwatch(rank.device),
         first_oom=FirstOom(
             rank.device, run_dir, launch=launch, rank=place.rank, history=plan.config.oom.memory_history
         ),

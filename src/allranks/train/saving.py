@@ -158,7 +158,7 @@ def train_state(ctx: Context, job: Job) -> TrainState:
         eval_caps=ctx.policy.evaluation.caps,
         checkpointing=ctx.policy.checkpointing,
         skipped=ctx.policy.skipped,
-        cost=(job.cost.a, job.cost.b),
+        cost=(job.cost.a, job.cost.b, job.cost.c),
         scaler=job.scale.state(),
         optimizer=ctx.plan.config.training.optim,
         world_size=ctx.world_size,

@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from allranks.batches.fit import CostFit
 from allranks.batches.order import SampleOrder
 from allranks.batches.split import Cost
 from allranks.caps import Caps
@@ -87,6 +88,7 @@ def set_up(ctx: Context, revival: Revival | None) -> Job:
         global_batch_size=ctx.plan.global_batch_size,
         window=config.training.group_by_length_window,
     )
+    cost = Cost(a=1.0, b=1.0 / (6 * parts.model.config.hidden_size))
     job = Job(
         model=parts.model,
         strategy=strategy,
@@ -96,7 +98,8 @@ def set_up(ctx: Context, revival: Revival | None) -> Job:
         tokenizer=tokenizer,
         data=data,
         order=order,
-        cost=Cost(a=1.0, b=1.0 / (6 * parts.model.config.hidden_size)),
+        cost=cost,
+        fit=CostFit(prior=cost),
         collate=Collate(pad_token_id=tokenizer.pad_token_id, flat=attention.flat),
         total_steps=0,
         scale=LossScale(ctx.rank.precision),
@@ -294,7 +297,8 @@ def _resume(ctx: Context, job: Job, ref: CheckpointRef) -> None:
         job.scale.load(state.scaler)
         job.position = Position(step=state.step, epoch=state.epoch, consumed=state.consumed)
         job.order = replace(job.order, global_batch_size=state.global_batch_size)
-        job.cost = Cost(a=state.cost[0], b=state.cost[1])
+        job.cost = Cost(**dict(zip("abc", state.cost, strict=False)))  # of earlier versions there is no c
+        job.fit = CostFit(prior=job.cost)
         job.earlier_s = state.wall_s
         job.approximate = state.approximate
         # The caps of a generation that died are newer than those of its checkpoint.

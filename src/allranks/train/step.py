@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from allranks.batches.fit import Work, work_of
 from allranks.batches.split import split
 from allranks.coordinator.agreement import ROW_WIDTH, vote_two
 from allranks.coordinator.ballots import StepBallot, StepTally, StepVerdict, Tally, fingerprint
@@ -29,6 +30,7 @@ class Part:
 
     Attributes:
         mine: this rank's micro-batches.
+        works: for each, what sets its time: itself, or, in lockstep, the costliest of any rank in its place.
         largest_tokens: tokens, padding included, of the largest micro-batch of any rank.
         longest_tokens: tokens of the longest sample.
         losses: share of the global batch's loss per micro-batch, scalars on the device; not yet looked at.
@@ -36,6 +38,7 @@ class Part:
     """
 
     mine: MicroBatches
+    works: tuple[Work, ...]
     largest_tokens: int
     longest_tokens: int
     losses: list[torch.Tensor]
@@ -140,6 +143,7 @@ def _forward_backward(ctx: Context, job: Job, ids: tuple[int, ...], at: Attempt)
     losses: list[torch.Tensor] = []
     job.strategy.train_mode(True)
     job.strategy.begin_step()
+    ctx.stopwatch.begin()
     for micro_step, sample_ids in enumerate(mine):
         if micro_step > 0 and not job.strategy.lockstep:
             ctx.flag.leave_if_raised(at.key)
@@ -152,16 +156,30 @@ def _forward_backward(ctx: Context, job: Job, ids: tuple[int, ...], at: Attempt)
         ctx.injector.at("forward", at.key.step)
         # A filler's dummy has no target: any weight gives 0.
         losses.append(_micro_step(ctx, job, batch, [weights[i] for i in sample_ids] or [0.0], at))
+        ctx.stopwatch.lap()
     at.enter("reserve")
     job.strategy.reserve()
     sizes = [data.lengths[list(micro)].tolist() for part in parts for micro in part if micro]
     return Part(
         mine=mine,
+        works=_works(job, parts, mine),
         largest_tokens=max(map(job.collate.tokens, sizes)),
         longest_tokens=max(map(max, sizes)),
         losses=losses,
         targets=sum(int(data.n_targets[i]) for micro in mine for i in micro),
     )
+
+
+def _works(job: Job, parts: tuple[MicroBatches, ...], mine: MicroBatches) -> tuple[Work, ...]:
+    """As `Part` has them."""
+
+    def work(micro: tuple[int, ...]) -> Work:
+        return work_of(job.data.train.lengths[list(micro)].tolist(), padded=not job.collate.flat)
+
+    if not job.strategy.lockstep:
+        return tuple(map(work, mine))
+    slots = zip(*parts, strict=True)
+    return tuple(max(map(work, slot), key=lambda each: each.cost(job.cost)) for slot in slots)
 
 
 def _micro_step(ctx: Context, job: Job, batch: ModelInputs, weights: list[float], at: Attempt) -> torch.Tensor:
