@@ -57,3 +57,18 @@ def test_a_kept_result_names_its_command_and_versions(file: Path) -> None:
     content = json.loads(file.read_text(encoding="utf-8"))
     assert content["command"].startswith("python benchmarks/"), content["command"]
     assert {"torch", "transformers", "bitsandbytes"} <= content["versions"].keys()
+
+
+@pytest.mark.parametrize("mix", ["t0", "chat", "bimodal", "heavy tail"])
+def test_the_split_beats_that_of_transformers(mix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    compared = importlib.import_module("batch_split").compared
+    for world, per_device in ((2, 8), (2, 32), (8, 16)):
+        row = compared(mix, world, per_device, 3)
+        theirs = row["transformers"]
+        for cost in ("Llama-3-8B", "transformers"):
+            flat, padded = row[f"flat_for_{cost}"], row[f"padded_for_{cost}"]
+            assert flat["padding_percent"] == 0.0 < theirs["padding_percent"]
+            for mine in (flat, padded):
+                assert mine["largest_micro_batch_tokens"] <= theirs["largest_micro_batch_tokens"], row
+                assert mine[f"time_{cost}"] < theirs[f"time_{cost}"], row

@@ -11,6 +11,11 @@ from allranks.batches.deal import Batch, Piece, Ranks, costliest_first, deal_lig
 
 def fewest_flat_slots(batch: Batch) -> int:
     """Micro-steps of each rank that hold all items under the caps, as far as best-fit decreasing finds."""
+    if batch.max_tokens is not None:
+        # No two of the micro-batches that it leaves short of `max_samples` would fit into one.
+        at_most = len(batch.tokens) // batch.max_samples + 2 * sum(batch.tokens) // batch.max_tokens + 1
+        if at_most <= batch.world:
+            return 1
     return -(-len(_best_fit(batch, range(len(batch.tokens)))) // batch.world)
 
 
