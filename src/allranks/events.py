@@ -22,7 +22,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "launch": ("world_size", "profile", "device", "versions"),
     "note": ("message",),
     "data": ("samples", "eval_samples", "max_length", "truncated", "skipped"),
-    "model": ("parameters", "trainable", "base_bytes", "attention", "padding_free"),
+    "model": ("parameters", "trainable", "base_bytes", "attention", "padding_free", "loss"),
     "resume": ("step", "epoch", "consumed", "checkpoint"),
     "step": (
         "step",

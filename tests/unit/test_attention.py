@@ -22,11 +22,11 @@ from transformers import (
 )
 
 from allranks.config.schema import DataConfig, ModelConfig, RunConfig
-from allranks.data.collate import Collate, ModelInputs, flat_batch, on_device
+from allranks.data.collate import Collate, ModelInputs, flat_batch
 from allranks.data.tokens import Tokens
 from allranks.errors import UserError
 from allranks.train.attention import FLAT, LADDER, choose_attention, fitting, keeps_samples_apart, pool_at_ends
-from allranks.train.loss import weighted_loss
+from allranks.train.loss import split_off_targets, weighted_loss
 from allranks.train.model import ModelParts, load_model
 from allranks.train.varlen import register_varlen
 
@@ -60,13 +60,11 @@ def _loss_and_gradients(model: Any, batches: list[ModelInputs]) -> tuple[float, 
     """Of all `batches` together, every sample with another weight."""
     device, total, first = next(model.parameters()).device, 0.0, 1
     for batch in batches:
-        inputs = on_device(batch, device)
-        labels, starts = inputs.pop("labels"), inputs.get("cu_seq_lens_q")
-        count = len(labels) if starts is None else len(starts) - 1
-        weights = torch.arange(first, first + count, dtype=torch.float32, device=device)
+        count = len(batch["labels"]) if "cu_seq_lens_q" not in batch else len(batch["cu_seq_lens_q"]) - 1
+        inputs, targets = split_off_targets(batch, [float(first + place) for place in range(count)], device)
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             logits = model(**inputs).logits
-        loss = weighted_loss(logits, labels, weights, starts)
+        loss = weighted_loss(logits, targets)
         loss.backward()
         total, first = total + float(loss), first + count
     return total, torch.cat([parameter.grad.flatten().float().cpu() for parameter in model.parameters()])

@@ -7,7 +7,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from allranks.train.loss import IGNORED, weighted_loss
+from allranks.train.loss import IGNORED, targets_of
+from allranks.train.loss import weighted_loss as loss_of_targets
+
+
+def weighted_loss(logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    return loss_of_targets(logits, targets_of(labels, weights.tolist()))
 
 
 def _batch(samples: int, tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -317,6 +317,7 @@ def full_run(folder: Path) -> Run:
         base_bytes=120_000_000,
         attention="varlen_attn",
         padding_free=True,
+        loss="torch",
     )
     run.steps(1, 2).failure(3).retry(3, [2, 128]).steps(3)
     run.logs[0].write("skipped_step", step=4, reason="fp16 overflow")
@@ -335,7 +336,7 @@ demo
   folder  runs/demo
   profile zero2 on 2 cpu ranks · fp32 · global batch 8 · 1 launch
   model   smol · 2.44 of 137.0 million parameters trained · base 114 MiB ·
-          attention varlen_attn, no padding
+          attention varlen_attn, no padding · loss by torch
   data    train.jsonl · 90 samples, 5 for evaluation · at most 64 tokens, 3
           truncated · 1 skipped
   steps   3/24

@@ -77,6 +77,7 @@ FREE_KEYS: dict[str, str] = {
     "training.gradient_accumulation_steps": "it only sized the global batch at the first launch, and that is kept",
     "training.max_tokens_per_micro_batch": "a cap: the split of a global batch does not change its gradient",
     "training.per_device_eval_batch_size": "evaluation changes no weight",
+    "training.loss_kernel": "another kernel, the same mathematics to rounding",
     "training.fit_cost": "the split of a global batch does not change its gradient",
     "training.gradient_checkpointing": "it recomputes the same activations",
     "training.logging_steps": "logging changes no weight",

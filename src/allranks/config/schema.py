@@ -152,6 +152,11 @@ class TrainingConfig(_Section):
     loss_reduction: Literal["token", "sample"] = Field(
         "token", description="Mean over the global batch's target tokens, or mean of per-sample means."
     )
+    loss_kernel: Literal["auto", "liger", "torch", "chunked", "logits"] = Field(
+        "auto",
+        description="How the loss of a language model is computed: by a kernel that never holds whole logits "
+        "(auto: the first of liger, torch and chunked that works here), or from logits.",
+    )
     fit_cost: bool = Field(
         True,
         description="Fit what a token and a micro-batch cost to the first steps, for an even split over the ranks; "

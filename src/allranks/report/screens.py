@@ -172,6 +172,7 @@ def _parameters(model: Event | None) -> str:
     attention = ""
     if "attention" in model:  # not in runs of earlier versions
         attention = f" · attention {model['attention']}, {'no padding' if model['padding_free'] else 'padded'}"
+        attention += f" · loss by {model['loss']}"
     return f" · {trained} · base {human_bytes(model['base_bytes'])}{attention}"
 
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 
 from allranks.batches.split import split
-from allranks.data.collate import ModelInputs, on_device
 from allranks.train.context import Context
 from allranks.train.job import Job
-from allranks.train.loss import weighted_loss
+from allranks.train.loss import split_off_targets
 from allranks.train.together import Attempt, together
 
 
@@ -86,26 +84,7 @@ def _pass(ctx: Context, job: Job, at: Attempt) -> tuple[float, int, float, int]:
             tokens = job.collate.tokens(data.lengths[list(sample_ids)].tolist())
             at.enter("eval", micro_step=micro_step, sample_ids=sample_ids, tokens=tokens)
             ctx.injector.at("eval", at.key.step)
-            total += summed_loss(job.strategy.forward, batch, ctx.rank.device)[0]
+            inputs, targets = split_off_targets(batch, [1.0] * max(1, len(sample_ids)), ctx.rank.device)
+            total += job.head.loss(job.strategy.forward, inputs, targets)[1].double()
     largest = max(job.collate.tokens(data.lengths[list(micro)].tolist()) for part in parts for micro in part if micro)
     return float(total), sum(len(micro) for micro in mine), time.monotonic() - began, largest
-
-
-def summed_loss(
-    forward: Callable[[ModelInputs], torch.Tensor],
-    batch: Mapping[str, torch.Tensor | int],
-    device: torch.device,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sum of the losses of all targets of a micro-batch, a scalar in fp64, and the logits that gave it.
-
-    Args:
-        forward: from inputs to logits.
-        batch: as `Collate` makes it.
-        device: where `forward` computes.
-    """
-    inputs = on_device(batch, device)
-    labels, starts = inputs.pop("labels"), inputs.get("cu_seq_lens_q")
-    assert isinstance(labels, torch.Tensor) and not isinstance(starts, int)
-    logits = forward(inputs)
-    weights = torch.ones(len(labels) if starts is None else len(starts) - 1, device=labels.device)
-    return weighted_loss(logits, labels, weights, starts).double(), logits

@@ -13,6 +13,7 @@ from allranks.checkpoints.store import CheckpointStore
 from allranks.data.collate import Collate
 from allranks.data.prepare import PreparedData
 from allranks.strategies.base import Strategy
+from allranks.train.head import LossHead
 from allranks.train.scaler import LossScale
 
 
@@ -70,6 +71,7 @@ class Job:
         order: which samples make up each global batch.
         cost: of a micro-batch, for the split.
         fit: what micro-batches say of the cost.
+        head: from a micro-batch to its loss.
         collate: makes micro-batches into tensors: padded rows, or one flat sequence.
         total_steps: optimizer steps of the run.
         scale: loss scale (fp16).
@@ -96,6 +98,7 @@ class Job:
     order: SampleOrder
     cost: Cost
     fit: CostFit
+    head: LossHead
     collate: Collate
     total_steps: int
     scale: LossScale

@@ -14,6 +14,7 @@ from allranks.config.schema import LoraConfig, RunConfig
 from allranks.errors import UserError
 from allranks.plan.plan import ProfileKind
 from allranks.train.attention import Attention, choose_attention, fitting
+from allranks.train.head import LossHead, loss_head
 
 PRESETS: dict[str, tuple[str, ...]] = {
     "causal-lm": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
@@ -46,11 +47,13 @@ class ModelParts:
     Attributes:
         model: the PEFT model; the base is frozen, trained parameters are fp32.
         attention: its kernel.
+        head: its loss.
         notes: what differs from what a user may expect, one line each.
     """
 
     model: Any
     attention: Attention
+    head: LossHead
     notes: tuple[str, ...]
 
 
@@ -142,7 +145,10 @@ def load_model(
     model = _add_adapter(base, config, extra_modules)
     if config.training.gradient_checkpointing:
         checkpoint_activations(model)
-    return ModelParts(model=model, attention=attention, notes=tuple(notes))
+    head = loss_head(
+        base, config.training.loss_kernel, device=device, uniform=config.training.loss_reduction == "token"
+    )
+    return ModelParts(model=model, attention=attention, head=head, notes=(*notes, *head.words))
 
 
 def checkpoint_activations(model: Any) -> None:

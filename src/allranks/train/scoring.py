@@ -16,7 +16,7 @@ from allranks.data.collate import pad_batch
 from allranks.data.tokens import TokenSet
 from allranks.errors import ExitCode, StopTraining
 from allranks.train.answers import ShortAnswer, greedy_answers
-from allranks.train.evaluate import summed_loss
+from allranks.train.loss import split_off_targets, weighted_loss
 from allranks.train.process import Rank
 from allranks.train.together import print_traceback
 
@@ -115,7 +115,9 @@ class Bench:
     def _losses(self, ids: tuple[int, ...]) -> tuple[int, float, int]:
         """Samples, summed loss, and samples of the right class."""
         batch = pad_batch([self.data[i] for i in ids], self.tokenizer.pad_token_id)
-        loss, logits = summed_loss(lambda inputs: self.model(**inputs).logits, batch, self.rank.device)
+        inputs, targets = split_off_targets(batch, [1.0] * len(ids), self.rank.device)
+        logits = self.model(**inputs).logits
+        loss = weighted_loss(logits, targets).double()
         right = int((logits.argmax(-1).cpu() == batch["labels"]).sum()) if self.classes else 0
         return len(ids), float(loss), right
 

@@ -29,8 +29,9 @@ from allranks.train.base_check import (
     weights_seen_in_forward,
 )
 from allranks.train.context import Context
+from allranks.train.head import agrees, works
 from allranks.train.job import Job, Position
-from allranks.train.model import ModelParts, load_model, load_tokenizer, model_max_length
+from allranks.train.model import COMPUTE_DTYPE, ModelParts, load_model, load_tokenizer, model_max_length
 from allranks.train.process import spread
 from allranks.train.respawning import Revival, tell
 from allranks.train.scaler import LossScale
@@ -80,6 +81,7 @@ def set_up(ctx: Context, revival: Revival | None) -> Job:
     )
     require_intact(ctx.control, before, seen)
     attention = _proven(ctx, parts, strategy, tokenizer)
+    _prove_loss(ctx, parts, strategy, tokenizer)
     order = SampleOrder(
         n_samples=len(data.train),
         lengths=data.train.lengths,
@@ -100,6 +102,7 @@ def set_up(ctx: Context, revival: Revival | None) -> Job:
         order=order,
         cost=cost,
         fit=CostFit(prior=cost),
+        head=parts.head,
         collate=Collate(pad_token_id=tokenizer.pad_token_id, flat=attention.flat),
         total_steps=0,
         scale=LossScale(ctx.rank.precision),
@@ -238,6 +241,7 @@ def _load_model(ctx: Context, tokenizer: Any, data: PreparedData) -> ModelParts:
             base_bytes=base_bytes,
             attention=parts.attention.implementation,
             padding_free=parts.attention.flat,
+            loss=parts.head.kernel,
         )
     return parts
 
@@ -263,6 +267,26 @@ def _proven(ctx: Context, parts: ModelParts, strategy: Strategy, tokenizer: Any)
     attention = padded(parts.model.get_base_model(), attention, "a sample sees the one before it")
     ctx.note(attention.words[-1])
     return attention
+
+
+def _prove_loss(ctx: Context, parts: ModelParts, strategy: Strategy, tokenizer: Any) -> None:
+    """Have all ranks take whole logits where the kernel's loss is another on one of them."""
+    head = parts.head
+    if head.kernel == "logits":
+        return
+    dtype = COMPUTE_DTYPE[ctx.rank.precision]
+
+    def probe(_: Attempt) -> str | None:
+        strategy.train_mode(False)
+        vocabulary = min(len(tokenizer), parts.model.get_input_embeddings().num_embeddings)
+        same = agrees(head, strategy.forward, vocabulary=vocabulary, device=ctx.rank.device, dtype=dtype)
+        return works(head, ctx.rank.device, dtype) if same else "the model does more with its logits than that"
+
+    wrong, _ = together(ctx, "load", 0, probe, collective=strategy.lockstep and ctx.world_size > 1)
+    rows = ctx.control.exchange([float(wrong is not None)])
+    if any(row[0] for row in rows):
+        head.give_up(wrong or "another rank's kernel fails")
+        ctx.note(head.words[-1])
 
 
 def _spread(ctx: Context, parts: ModelParts) -> Strategy:

@@ -12,11 +12,11 @@ from allranks.batches.split import split
 from allranks.coordinator.agreement import ROW_WIDTH, vote_two
 from allranks.coordinator.ballots import StepBallot, StepTally, StepVerdict, Tally, fingerprint
 from allranks.coordinator.policy import Stop, decide_step
-from allranks.data.collate import ModelInputs, on_device
+from allranks.data.collate import ModelInputs
 from allranks.errors import StopTraining, UserError
 from allranks.train.context import Context
 from allranks.train.job import Job
-from allranks.train.loss import weighted_loss
+from allranks.train.loss import split_off_targets
 from allranks.train.model import checkpoint_activations
 from allranks.train.together import Attempt, half_done, together
 
@@ -184,17 +184,13 @@ def _works(job: Job, parts: tuple[MicroBatches, ...], mine: MicroBatches) -> tup
 
 def _micro_step(ctx: Context, job: Job, batch: ModelInputs, weights: list[float], at: Attempt) -> torch.Tensor:
     """Forward and backward of one micro-batch; its share of the loss, detached."""
-    inputs = on_device(batch, ctx.rank.device)
-    labels, starts = inputs.pop("labels"), inputs.get("cu_seq_lens_q")
-    assert isinstance(labels, torch.Tensor) and not isinstance(starts, int)
-    logits = job.strategy.forward(inputs)
-    loss = weighted_loss(logits, labels, torch.tensor(weights, dtype=torch.float32, device=labels.device), starts)
+    inputs, targets = split_off_targets(batch, [weight * job.scale.value for weight in weights], ctx.rank.device)
+    loss, value = job.head.loss(job.strategy.forward, inputs, targets, ctx.injector.in_backward(at.key.step))
     if ctx.injector.poison(at.key.step, at.key.attempt):
-        loss = loss * math.nan
+        loss, value = loss * math.nan, value * math.nan
     at.enter("backward", micro_step=at.micro_step, sample_ids=at.sample_ids, tokens=at.tokens)
-    logits.register_hook(ctx.injector.in_backward(at.key.step))  # type: ignore[no-untyped-call]
-    job.strategy.backward(loss * job.scale.value)
-    return loss.detach()
+    job.strategy.backward(loss)
+    return value / job.scale.value
 
 
 def _weights(ctx: Context, job: Job, ids: tuple[int, ...]) -> dict[int, float]:
