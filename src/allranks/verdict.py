@@ -5,7 +5,7 @@ the launcher and the reports.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -14,6 +14,8 @@ from allranks.rundir import replace_text
 
 VERDICT_FILE = "verdict.json"
 VERDICT_VERSION = 1
+_RESERVE_FILE = ".verdict-reserve"
+_RESERVE_BYTES = 16 * 1024
 
 Reason = Literal["finished", "interrupted", "out_of_memory", "not_finite", "storage", "failure"]
 
@@ -50,9 +52,30 @@ def reason_of(code: ExitCode) -> Reason:
 
 
 def write_verdict(run_dir: Path, verdict: Verdict) -> None:
-    """Replace the run's verdict in one piece."""
+    """Replace the run's verdict in one piece; on a full disk, in the room that `prepare_verdict` took.
+
+    Raises:
+        OSError: the disk refuses.
+    """
+    reserve = run_dir / _RESERVE_FILE
+    try:
+        replace_text(run_dir / VERDICT_FILE, _text(verdict))
+        reserve.unlink(missing_ok=True)
+    except OSError:
+        if not reserve.exists():
+            raise
+        text = _text(verdict).encode()
+        if len(text) > _RESERVE_BYTES:
+            text = _text(replace(verdict, message=f"{verdict.message[: _RESERVE_BYTES // 8]}…")).encode()
+        with reserve.open("r+b") as file:
+            file.write(text)
+            file.truncate()
+        reserve.replace(run_dir / VERDICT_FILE)
+
+
+def _text(verdict: Verdict) -> str:
     fields = {"verdict_version": VERDICT_VERSION, **asdict(verdict), "exit_code": int(verdict.exit_code)}
-    replace_text(run_dir / VERDICT_FILE, json.dumps(fields, indent=2) + "\n")
+    return json.dumps(fields, indent=2) + "\n"
 
 
 def read_verdict(run_dir: Path) -> Verdict | None:
@@ -79,6 +102,11 @@ def read_verdict(run_dir: Path) -> Verdict | None:
     return verdict
 
 
-def discard_verdict(run_dir: Path) -> None:
-    """Remove the verdict of an earlier launch, so that it can't be taken for the next one's."""
+def prepare_verdict(run_dir: Path) -> None:
+    """Remove the verdict of an earlier launch, so that it can't be taken for the next one's, and make room for that.
+
+    Raises:
+        OSError: the disk refuses.
+    """
     (run_dir / VERDICT_FILE).unlink(missing_ok=True)
+    (run_dir / _RESERVE_FILE).write_bytes(bytes(_RESERVE_BYTES))

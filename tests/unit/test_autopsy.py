@@ -23,6 +23,7 @@ from allranks.coordinator.respawn import Death
 from allranks.rundir import launch_log_path
 
 LAUNCH, GENERATION = 3, 1
+FULL = "failed: OSError: No space left on device"
 STATE = PolicyState.start(train=Caps(max_samples=8, max_tokens=None), evaluation=Caps(max_samples=4, max_tokens=512))
 
 
@@ -63,6 +64,7 @@ WHERE = "in step 8 (backward) on a micro-batch of 6 samples, 600 tokens"
         (1, 0, "loading\n", "native_exit", "was ended by native code with exit status 1"),
         (77, 0, "", "native_exit", "ended with exit status 77"),
         (1, 0, "Traceback (most recent call last):\nKeyError: 'x'\n", "other", "failed: KeyError: 'x'"),
+        (1, 0, "Traceback (most recent call last):\nOSError: No space left on device\n", "other", FULL),
     ],
 )
 def test_a_death_without_words_is_told_by_status_page_and_log(
@@ -91,6 +93,24 @@ def test_native_code_that_found_no_gpu_memory_shrinks_the_caps(tmp_path: Path) -
     assert state is not None
     assert state.train.caps == Caps(max_samples=3, max_tokens=300)
     assert state.evaluation == STATE.evaluation
+
+
+def test_a_traceback_of_missing_memory_is_a_lack_of_memory(tmp_path: Path) -> None:
+    _page(tmp_path, 1)
+    _log(tmp_path, 1, "Traceback (most recent call last):\ntorch.OutOfMemoryError: CUDA out of memory. Tried to\n")
+    _exit(tmp_path, 1, 1)
+    death, _ = _found(tmp_path)
+    assert (death.kind, death.cause, death.cut) == (FailureKind.CUDA_OOM, "memory", True)
+    assert death.message.startswith("rank 1 failed: torch.OutOfMemoryError: CUDA out of memory. Tried to in step 8")
+
+
+def test_one_rank_alone_that_was_asked_to_end_is_named(tmp_path: Path) -> None:
+    _page(tmp_path, 0, left="lost its peers")
+    _page(tmp_path, 1, left="another rank died")
+    _exit(tmp_path, 1, 5)
+    death, _ = _found(tmp_path)
+    assert (death.kind, death.rank) == (FailureKind.KILLED, 1)
+    assert death.message == f"rank 1 was ended by SIGTERM, though no other rank had died, {WHERE}"
 
 
 def test_ranks_that_left_because_of_another_are_never_the_cause(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import json
 import multiprocessing
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from allranks.launch.command import LaunchRequest
 from allranks.launch.local import _stop_signals
 from allranks.launch.logs import Console, LineSplitter, RankLogs, last_lines
 from allranks.launch.outcome import Death, agreed, before_report, first_death, unexplained
+from allranks.launch.restarts import DeathWatch
 from allranks.rundir import (
     STOP_REQUEST,
     is_held,
@@ -216,7 +218,8 @@ def test_who_dies_without_a_word_on_a_full_disk_had_no_room(
     monkeypatch.setattr(local, "free_bytes", lambda _path: free)
     (tmp_path / "launcher.log").touch()
     request = LaunchRequest(argv=("x",), env={}, unset=(), log_dir=tmp_path, launch=1)
-    outcome = local._outcome(tmp_path, request, 1, None)
+    deaths = DeathWatch(tmp_path, tmp_path, 1, Console(sys.stdout))
+    outcome = local._outcome(tmp_path, request, 1, None, deaths)
     assert outcome.exit_code is code
     assert ("is full (4 KiB free)" in outcome.message) == (code is ExitCode.STORAGE)
 

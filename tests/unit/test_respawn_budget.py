@@ -85,3 +85,9 @@ def test_restarts_are_bounded_whatever_happens(deaths: list[tuple[str, int, bool
         restarts += 1
     causes = {entry.death.cause for entry in ledger.entries}
     assert restarts <= budget * len(causes)
+
+
+def test_the_first_death_counts_once_however_early_it_comes() -> None:
+    ledger = Ledger(launch=1).after(death(FailureKind.KILLED, 0))
+    assert may_go_on(ledger, max_respawns=1) is None
+    assert may_go_on(ledger.after(death(FailureKind.KILLED, 0)), max_respawns=2) is not None

@@ -541,6 +541,18 @@ def test_a_fault_that_ends_the_run_is_told_with_the_verdict(tmp_path: Path) -> N
     ]
 
 
+def test_a_save_that_failed_is_not_passed_because_its_step_was_made(tmp_path: Path) -> None:
+    faults = (fault(phase="save", kind="error", times=2), fault(phase="save", step=2), fault(phase="final", step=4))
+    run = Run(tmp_path, injections=faults).launch().steps(1, 2).save(2).steps(3).retry(3, [4, None]).fired(0, times=2)
+    run.fired(1).fired(2).verdict("failure", ExitCode.CRASH, 3)
+    failed = "the run ended: failure at step 3"
+    assert drill_report(run.plan) == [
+        f"drill: error × 2 on rank 1 in save of step 3: happened 2 times; {failed}",
+        f"drill: oom on rank 1 in save of step 2: happened once; {failed}",
+        f"drill: oom on rank 1 in final of step 4: happened once; {failed}",
+    ]
+
+
 def test_a_drill_counts_the_death_after_which_the_ranks_gave_up(tmp_path: Path) -> None:
     faults = (fault(kind="sigkill", times=3), fault(step=1, phase="load", kind="exit"))
     run = Run(tmp_path, injections=faults).launch().respawn(0, phase="load", resumed=0).steps(1, 2)

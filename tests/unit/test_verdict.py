@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 
@@ -7,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from allranks import verdict as verdict_module
 from allranks.errors import ExitCode
-from allranks.verdict import VERDICT_FILE, Verdict, discard_verdict, read_verdict, write_verdict
+from allranks.verdict import VERDICT_FILE, Verdict, prepare_verdict, read_verdict, write_verdict
 
 FINISHED = Verdict(reason="finished", message="20 steps", exit_code=ExitCode.OK, step=20)
 
@@ -52,9 +54,9 @@ def test_a_later_verdict_replaces_the_earlier_one(tmp_path: Path) -> None:
 
 
 def test_discarding_is_allowed_where_there_is_none(tmp_path: Path) -> None:
-    discard_verdict(tmp_path)
+    prepare_verdict(tmp_path)
     write_verdict(tmp_path, FINISHED)
-    discard_verdict(tmp_path)
+    prepare_verdict(tmp_path)
     assert read_verdict(tmp_path) is None
 
 
@@ -77,3 +79,27 @@ def test_a_file_that_is_no_verdict_is_named(text: str, complaint: str, tmp_path:
     with pytest.raises(ValueError, match=complaint) as raised:
         read_verdict(tmp_path)
     assert str(tmp_path / VERDICT_FILE) in str(raised.value)
+
+
+@pytest.mark.parametrize("length", [10, 100_000])
+def test_a_full_disk_has_room_for_a_verdict(length: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_path: Path, _text: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    prepare_verdict(tmp_path)
+    monkeypatch.setattr(verdict_module, "replace_text", refuse)
+    write_verdict(tmp_path, Verdict(reason="storage", message="ü" * length, exit_code=ExitCode.STORAGE, step=7))
+    found = read_verdict(tmp_path)
+    assert found is not None
+    assert (found.reason, found.exit_code, found.step) == ("storage", ExitCode.STORAGE, 7)
+    assert found.message.startswith("ü" * 10)
+    assert [path.name for path in tmp_path.iterdir()] == [VERDICT_FILE]
+    with pytest.raises(OSError, match="No space left"):
+        write_verdict(tmp_path, FINISHED)
+
+
+def test_the_room_for_a_verdict_is_given_back(tmp_path: Path) -> None:
+    prepare_verdict(tmp_path)
+    assert len(list(tmp_path.iterdir())) == 1
+    write_verdict(tmp_path, FINISHED)
+    assert [path.name for path in tmp_path.iterdir()] == [VERDICT_FILE]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -15,6 +17,7 @@ import typer
 from allranks.cli.run import Order, plan_of, start
 from allranks.errors import ExitCode, Problem, ProblemsError
 from allranks.launch.logs import Console
+from allranks.launch.outcome import Outcome
 from allranks.plan.plan import FaultKind, Injection, Phase, Plan
 from allranks.plan.planner import SMOKE_STEPS
 from allranks.report.matrix import Cell, cell, matrix_table
@@ -97,41 +100,78 @@ def run_matrix(matrix: Matrix, *, grace_s: float) -> ExitCode:
         CRASH if a fault did not happen or a run ended otherwise than the undisturbed one; INTERRUPTED on a stop
         signal; as the undisturbed run ended, if it failed.
     """
-    work_dir, faults = matrix.work_dir, matrix.faults
-    order = replace(matrix.order, overrides=(*matrix.order.overrides, *_small(work_dir)))
+    cells: list[Cell] = []
     said = Console(sys.stdout)
+    try:
+        with _every_stop_interrupts():
+            failed = _run_all(matrix, cells, said, grace_s)
+    except KeyboardInterrupt:
+        _tell(matrix, cells, said)
+        done = f"{len(cells)} of {len(matrix.faults)} faults"
+        Console(sys.stderr).line(f"allranks: exit code {int(ExitCode.INTERRUPTED)}: stopped on request after {done}")
+        return ExitCode.INTERRUPTED
+    if failed is not None:
+        Console(sys.stderr).line(
+            f"allranks: exit code {int(failed.exit_code)}: the run without a fault did not end well, so no fault was "
+            f"tried: {failed.message}"
+        )
+        return failed.exit_code
+    _tell(matrix, cells, said)
+    return ExitCode.OK if all(_as_documented(each) for each in cells) else ExitCode.CRASH
+
+
+@contextmanager
+def _every_stop_interrupts() -> Iterator[None]:
+    """Between two runs, which have handlers of their own, too."""
+    numbers = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
+    before = {number: signal.signal(number, signal.default_int_handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _run_all(matrix: Matrix, cells: list[Cell], said: Console, grace_s: float) -> Outcome | None:
+    """Fill `cells`; or return how the run without a fault ended, if it failed.
+
+    Raises:
+        KeyboardInterrupt: on a stop signal.
+    """
+    work_dir = matrix.work_dir
+    order = replace(matrix.order, overrides=(*matrix.order.overrides, *_small(work_dir)))
     with (work_dir / LOG_FILE).open("w", encoding="utf-8") as log:
         aside = _Aside(log, said)
         said.line(
-            f"allranks drill: small runs in {work_dir}, and what they say in {LOG_FILE}; first one without a fault"
+            f"allranks drill: small runs in {work_dir}, first one without a fault; what they say is in {LOG_FILE}"
         )
-        undisturbed = plan_of(replace(order, name="undisturbed"))
-        outcome = start(undisturbed, grace_s=grace_s, console=aside)
-        if outcome.exit_code is not ExitCode.OK:
-            Console(sys.stderr).line(
-                f"allranks: exit code {int(outcome.exit_code)}: the run without a fault did not end well, so no fault "
-                f"was tried: {outcome.message}"
-            )
-            return outcome.exit_code
-        cells: list[Cell] = []
-        for number, fault in enumerate(faults, start=1):
-            plan = plan_of(replace(order, name=f"{fault.phase}-{fault.kind}", injections=(fault,)))
+
+        def run(name: str, *injections: Injection) -> tuple[Plan, Outcome]:
+            plan = plan_of(replace(order, name=name, injections=injections))
             outcome = start(plan, grace_s=grace_s, console=aside)
-            if outcome.exit_code is ExitCode.INTERRUPTED:
-                break
+            if outcome.stop_asked:  # a run so small may have ended before it saw that
+                raise KeyboardInterrupt
+            return plan, outcome
+
+        undisturbed, outcome = run("undisturbed")
+        if outcome.exit_code is not ExitCode.OK:
+            return outcome
+        for number, fault in enumerate(matrix.faults, start=1):
+            plan, _ = run(f"{fault.phase}-{fault.kind}", fault)
             cells.append(cell(fault, Path(plan.run_dir), Path(undisturbed.run_dir)))
-            _keep(work_dir, undisturbed, cells, of=len(faults))
+            _keep(work_dir, undisturbed, cells, of=len(matrix.faults))
             took = "" if cells[-1].seconds is None else f" in {human_seconds(cells[-1].seconds)}"
-            said.line(f"[{number}/{len(faults)}] {fault.kind} in {fault.phase}: {cells[-1].tier}{took}")
+            said.line(f"[{number}/{len(matrix.faults)}] {fault.kind} in {fault.phase}: {cells[-1].tier}{took}")
+    return None
+
+
+def _tell(matrix: Matrix, cells: Sequence[Cell], said: Console) -> None:
+    if not cells:
+        return
     said.line(f"{matrix.ranks}:")
     for line in matrix_table(cells):
         said.line(line)
-    said.line(f"allranks drill: the table as JSON: {work_dir / MATRIX_FILE}")
-    if outcome.exit_code is ExitCode.INTERRUPTED:
-        done = f"{len(cells)} of {len(faults)} faults"
-        Console(sys.stderr).line(f"allranks: exit code {int(outcome.exit_code)}: stopped on request after {done}")
-        return outcome.exit_code
-    return ExitCode.OK if all(_as_documented(each) for each in cells) else ExitCode.CRASH
+    said.line(f"allranks drill: the table as JSON: {matrix.work_dir / MATRIX_FILE}")
 
 
 class _Aside(Console):

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from allranks.coordinator.failure import FAILURES_DIR
+from allranks.coordinator.failure import FAILURES_DIR, kind_of_words
 from allranks.coordinator.kinds import TRAITS, FailureKind
 from allranks.coordinator.policy_state import PolicyState
 from allranks.coordinator.progress import Progress, read_pages
@@ -29,6 +29,9 @@ CAPS_FILE = "caps.json"
 _TRACEBACK = "Traceback (most recent call last)"
 _RANK_PREFIX = re.compile(r"^\[rank\d+\]: ", re.MULTILINE)
 """Torch puts it before each line of the traceback of an exception that nobody caught."""
+
+LEFT_FOR_PEERS = "another rank died"
+"""Why a rank left, on its page, that was sent SIGTERM: torchelastic does so when another one has died."""
 
 _TAIL_BYTES = 256 * 1024
 _CRASHES = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE})
@@ -154,6 +157,12 @@ def examine(run_dir: Path, *, launch: int, generation: int, known: PolicyState |
     silent = [rank for rank, page in pages.items() if page.left is None]
     note = min(own, key=lambda each: (each.status >= 0, each.rank), default=None)
     rank = note.rank if note is not None else next(iter(silent), None)
+    if rank is None and any(page.left == LEFT_FOR_PEERS for page in pages.values()) and notes:
+        # Nobody had died: one rank alone was asked to end, which means just that to it.
+        ended = pages.get(notes[0].rank)
+        return _found(
+            notes[0].rank, ended, FailureKind.KILLED, "was ended by SIGTERM, though no other rank had died,", known
+        )
     if rank is None:
         committed = max((page.committed_step for page in pages.values()), default=0)
         message = "the ranks ended, and none of them left a sign of why"
@@ -181,7 +190,8 @@ def _how(note: ExitNote | None, log: str) -> tuple[FailureKind, str]:
     traceback = _TRACEBACK in log
     if note is None or note.status in (1, 0):
         if traceback:
-            return FailureKind.OTHER, f"failed: {_raised(log)}"
+            kind = kind_of_words(_raised(log))
+            return kind if TRAITS[kind].memory else FailureKind.OTHER, f"failed: {_raised(log)}"
         if "out of memory" in log.lower():
             return FailureKind.NATIVE_OOM, f"was ended by native code for want of GPU memory ({_last_line(log)})"
         if note is None:
@@ -216,7 +226,7 @@ def _found(rank: int, page: Progress | None, kind: FailureKind, how: str, known:
     if page.samples:
         message += f" on a micro-batch of {plural(page.samples, 'sample')}, {plural(page.tokens, 'token')}"
     lighter = None
-    if kind is FailureKind.NATIVE_OOM and known is not None and page.phase in ("forward", "backward"):
+    if TRAITS[kind].memory and known is not None and page.phase in ("forward", "backward"):
         lighter = known.lighter(page.committed_step, samples=page.samples, tokens=page.tokens)
     death = Death(
         kind=kind,

@@ -146,6 +146,13 @@ def classify(exc: BaseException) -> Classification:
     return Classification(kind=FailureKind.OTHER, **asdict(TRAITS[FailureKind.OTHER]))
 
 
+def kind_of_words(raised: str) -> FailureKind:
+    """The kind of an exception of which there are only the words, e.g. the last line of a traceback."""
+    name, _, text = raised.partition(":")
+    names = frozenset({name.rpartition(".")[2]})
+    return next((rule.kind for rule in _RULES if rule.fits(names, text.lower())), FailureKind.OTHER)
+
+
 def _chain(exc: BaseException) -> Iterator[BaseException]:
     """`exc` and what it was raised from, outermost first; a chain that bites its tail ends."""
     seen: set[int] = set()

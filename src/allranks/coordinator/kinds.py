@@ -111,7 +111,7 @@ TRAITS: dict[FailureKind, Traits] = {
         advice="tensor dtypes disagree; not a memory fault: check training.mixed_precision and the quantisation dtypes",
     ),
     FailureKind.NOT_FINITE: Traits(
-        severity=Severity.STOP, advice="lower training.learning_rate, or look at the samples of this step"
+        severity=Severity.STOP, advice="lower the learning rate, or look at the samples of this step"
     ),
     FailureKind.ILLEGAL_ACCESS: Traits(
         severity=Severity.RESPAWN,

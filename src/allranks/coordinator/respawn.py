@@ -95,7 +95,7 @@ class Ledger:
     def after(self, death: Death) -> Ledger:
         """With one more death."""
         furthest = max((entry.death.committed_step for entry in self.entries), default=0)
-        progress = death.cut or death.committed_step > furthest
+        progress = not self.entries or death.cut or death.committed_step > furthest
         return replace(self, entries=(*self.entries, Entry(death=death, weight=1 if progress else 2)))
 
 

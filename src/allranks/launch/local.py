@@ -23,13 +23,13 @@ from allranks.errors import ExitCode
 from allranks.events import read_events
 from allranks.launch.command import LaunchRequest
 from allranks.launch.logs import LAUNCHER_LOG, Console, RankLogs
-from allranks.launch.outcome import Outcome, agreed, killed_on_request, unexplained
+from allranks.launch.outcome import Outcome, agreed, forced, killed_on_request, unexplained
 from allranks.launch.processes import Tree, adopting_orphans, end_with_parent
 from allranks.launch.restarts import DeathWatch
 from allranks.lineage import last_step
 from allranks.rundir import discard_stop_request, request_stop, unwritable
 from allranks.units import human_bytes, human_seconds
-from allranks.verdict import Verdict, discard_verdict, read_verdict, reason_of, write_verdict
+from allranks.verdict import Verdict, prepare_verdict, read_verdict, reason_of, write_verdict
 
 GRACE_S = 120.0
 """Default time for the ranks to finish their step, save and leave."""
@@ -64,7 +64,7 @@ def run(
         StorageError: it was removed meanwhile; all ranks were ended.
     """
     try:
-        discard_verdict(run_dir)
+        prepare_verdict(run_dir)
         discard_stop_request(run_dir)
         request.log_dir.mkdir(parents=True, exist_ok=True)
         (request.log_dir / LAUNCHER_LOG).touch()
@@ -92,8 +92,8 @@ def run(
             for pid in tree.end():
                 console.line(f"allranks: process {pid} does not end even on SIGKILL; it hangs in the kernel")
             logs.finish()
-    in_vain = request.restarts and deaths.in_vain
-    return _outcome(run_dir, request, int(ExitCode.CRASH) if in_vain else process.returncode, killed, deaths)
+    outcome = _outcome(run_dir, request, process.returncode, killed, deaths)
+    return replace(outcome, stop_asked=bool(signals.names))
 
 
 def _start(request: LaunchRequest) -> subprocess.Popen[bytes]:
@@ -232,7 +232,7 @@ def _outcome(run_dir: Path, request: LaunchRequest, status: int, killed: str | N
     except ValueError as error:
         return Outcome(exit_code=ExitCode.CRASH, message=str(error))
     if verdict is not None:
-        return agreed(verdict)
+        return agreed(verdict) if status >= 0 or killed is not None else forced(agreed(verdict), status)
     outcome = killed_on_request(killed) if killed is not None else _found_out(run_dir, request, status, deaths)
     verdict = Verdict(
         reason=reason_of(outcome.exit_code),
@@ -247,7 +247,12 @@ def _outcome(run_dir: Path, request: LaunchRequest, status: int, killed: str | N
 
 def _found_out(run_dir: Path, request: LaunchRequest, status: int, deaths: DeathWatch) -> Outcome:
     """What ended ranks that have agreed on nothing."""
-    outcome = unexplained(status, request.log_dir)
+    in_vain = request.restarts and deaths.in_vain
+    outcome = unexplained(int(ExitCode.CRASH) if in_vain else status, request.log_dir)
+    if in_vain:
+        fix = "\n    fix: run the same command again" if outcome.exit_code is ExitCode.RANK_LOST else ""
+        word = "that was before all ranks had joined, so none was started again"
+        outcome = replace(outcome, message=f"{outcome.message}; {word}{fix}")
     if not request.restarts:
         outcome = deaths.explained(outcome)
     free = free_bytes(run_dir)

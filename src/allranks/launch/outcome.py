@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from allranks.errors import ExitCode
@@ -69,12 +69,14 @@ class Outcome:
         message: for a person, most important thing first.
         log: log file that explains it, if one does.
         tail: last lines of that log.
+        stop_asked: somebody asked it to stop, which may have come too late.
     """
 
     exit_code: ExitCode
     message: str
     log: Path | None = None
     tail: tuple[str, ...] = ()
+    stop_asked: bool = False
 
 
 def first_death(launcher_log: str) -> Death | None:
@@ -119,6 +121,12 @@ def _secondary(death: Death) -> int:
 def agreed(verdict: Verdict) -> Outcome:
     """The outcome on which the ranks agreed."""
     return Outcome(exit_code=verdict.exit_code, message=f"{verdict.reason} at step {verdict.step}: {verdict.message}")
+
+
+def forced(outcome: Outcome, status: int) -> Outcome:
+    """`outcome` of ranks that left because accelerate was killed by a signal, -`status`, which nobody here sent."""
+    name = Death(rank=0, status=status).by_signal
+    return replace(outcome, message=f"accelerate launch was killed by {name}, its ranks left: {outcome.message}")
 
 
 def killed_on_request(reason: str) -> Outcome:

@@ -78,7 +78,7 @@ class DeathWatch:
             return  # it has said why
         how = f"was killed by {death.by_signal}" if death.by_signal else f"left with exit status {death.status}"
         if death.status != ExitCode.RANK_LOST:
-            self._console.line(f"allranks: rank {death.rank} {how}; all ranks are started again")
+            self._console.line(f"allranks: rank {death.rank} {how}; the others are ended")
         self._write_note(death)
 
     def _write_note(self, death: Death) -> None:

@@ -46,7 +46,13 @@ def _became(report: RunReport, events: Mapping[int, Sequence[dict[str, Any]]], f
         if event["failed_rank"] is None or (event["failed_rank"], event["phase"]) == (fault.rank, fault.phase)
     ]
     retries = [e for e in report.incidents if e["kind"] == "retry" and e["step"] == step]
-    passed = report.step >= max(step, 1)
+    events_after = {"eval": report.evaluations, "save": report.saves}.get(fault.phase)
+    if fault.phase == "final":
+        passed = report.state == "finished"
+    elif events_after is not None:
+        passed = any(event["step"] == step for event in events_after)
+    else:
+        passed = report.step >= max(step, 1)
     if fault.kind in _DEADLY and fault.phase != "load":
         # By the rank itself: when it dies in the optimizer step, its peers may have committed the step.
         passed = passed and any(event["kind"] == "step" and event["step"] == step for event in events[fault.rank])
@@ -55,7 +61,7 @@ def _became(report: RunReport, events: Mapping[int, Sequence[dict[str, Any]]], f
     else:
         end = f"the run ended: {report.verdict.reason.replace('_', ' ')} at step {report.verdict.step}"
     if not fired:
-        if not passed:
+        if report.step < max(step, 1):
             return f"did not happen; {end}"
         return f"did not happen: step {step} has no {fault.phase}" if fault.phase in _OPTIONAL else _MISSED
     happened = f"happened {_times(fired)}"

@@ -63,7 +63,7 @@ def cell(fault: Injection, run_dir: Path, undisturbed: Path) -> Cell:
         tier=tier,
         seconds=seconds,
         words=words,
-        as_undisturbed=tier in ("in place", "restart") and _story(run_dir) == _story(undisturbed),
+        as_undisturbed=tier in ("in place", "restart") and _same_story(run_dir, undisturbed),
     )
 
 
@@ -75,10 +75,18 @@ def _is_past(event: dict[str, Any], fault: Injection, tier: Tier) -> bool:
     return event["kind"] == wanted and (fault.phase == "load" or event["step"] >= fault.step)
 
 
-def _story(run_dir: Path) -> dict[int, tuple[tuple[int, ...], int]]:
-    """By committed step, the samples and the loss in units of its tolerance, as the last life of each step has them."""
+def _same_story(run_dir: Path, undisturbed: Path) -> bool:
+    """The samples of each step, and its loss to the tolerance."""
+    mine, other = _story(run_dir), _story(undisturbed)
+    return mine.keys() == other.keys() and all(
+        mine[step][0] == other[step][0] and abs(mine[step][1] - other[step][1]) <= _LOSS_TOLERANCE for step in mine
+    )
+
+
+def _story(run_dir: Path) -> dict[int, tuple[tuple[int, ...], float]]:
+    """By committed step, the samples and the loss, as the last life of each step has them."""
     return {
-        event["step"]: (tuple(event["sample_ids"]), round(event["loss"] / _LOSS_TOLERANCE))
+        event["step"]: (tuple(event["sample_ids"]), event["loss"])
         for event in read_events(run_dir)
         if event["kind"] == "step"
     }

@@ -17,7 +17,7 @@ from allranks.plan.planner import make_plan, run_directory
 from allranks.profiles import profile_from_values
 from allranks.rundir import discard_stop_request, launch_lock, launch_log_dir, next_launch, replace_text
 from allranks.train.process import Rank, configured_profile, join, joined_control
-from allranks.verdict import discard_verdict
+from allranks.verdict import prepare_verdict
 
 _OFF = (
     "started by accelerate itself, not by `allranks run`: no rank logs in the run directory, no care for orphans, "
@@ -62,7 +62,7 @@ def start_bare(config_file: Path, overrides: Sequence[str], held: ExitStack) -> 
             launch = next_launch(run_dir)
             launch_log_dir(run_dir, launch).mkdir(parents=True)
             discard_stop_request(run_dir)
-            discard_verdict(run_dir)
+            prepare_verdict(run_dir)
             replace_text(run_dir / PLAN_FILE, plan.to_json())
             answer = str(launch)
         except (AllranksError, OSError) as error:

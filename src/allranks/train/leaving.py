@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import NoReturn
 
 from allranks.coordinator.agreement import ControlPlaneLost
+from allranks.coordinator.autopsy import LEFT_FOR_PEERS
 from allranks.coordinator.heartbeats import Hung
 from allranks.coordinator.kinds import TRAITS, FailureKind
 from allranks.coordinator.policy import Respawn
@@ -32,6 +33,15 @@ def verdict_of(reason: str, message: str, exit_code: ExitCode, step: int) -> Ver
     return Verdict(reason=reason, message=message, exit_code=exit_code, step=step)  # type: ignore[arg-type]
 
 
+def tell_verdict(ctx: Context, verdict: Verdict) -> None:
+    """Say it, and write it for whoever started the ranks; a disk that refuses it must not look like another failure."""
+    ctx.console.say(f"{verdict.reason}: {verdict.message}")
+    try:
+        write_verdict(ctx.run_dir, verdict)
+    except OSError as error:
+        ctx.console.say(f"the verdict could not be written: {error.strerror}")
+
+
 def leave_as_declared(ctx: Context, declared: Declared) -> NoReturn:
     """In the watcher's thread, on every rank: the main thread may never come back from its collective."""
     stop = json.loads(declared.message)
@@ -41,8 +51,7 @@ def leave_as_declared(ctx: Context, declared: Declared) -> NoReturn:
     verdict = verdict_of(stop["reason"], stop["message"] + silent, ExitCode(stop["exit_code"]), ctx.last_step)
     ctx.events.write("stop", step=verdict.step, reason=verdict.reason, message=verdict.message)
     if ctx.is_main:
-        write_verdict(ctx.run_dir, verdict)
-        ctx.console.say(f"{verdict.reason}: {verdict.message}")
+        tell_verdict(ctx, verdict)
     let_a_save_end(ctx)
     end_process(process_status(ctx.rank, verdict.exit_code))
 
@@ -61,10 +70,11 @@ def leave_hung(ctx: Context, hung: Hung) -> NoReturn:
         hung = replace(hung, where=tuple(known.get(rank, heard) for rank, heard in places))
         what = Respawn(state=ctx.policy, kind=FailureKind.HUNG, message=hung.message)
         last_words(ctx, what, failed_rank=culprit, step=at.step, phase=at.phase)
-        ctx.console.say(hung.message)
-        if not ctx.can_respawn:
+        if ctx.can_respawn:
+            ctx.console.say(hung.message)
+        else:
             words = f"{hung.message}; {TRAITS[FailureKind.HUNG].advice}"
-            write_verdict(ctx.run_dir, verdict_of("failure", words, ExitCode.RANK_LOST, ctx.last_step))
+            tell_verdict(ctx, verdict_of("failure", words, ExitCode.RANK_LOST, ctx.last_step))
     assert ctx.liveness is not None
     ctx.liveness.kill_not_answering(hung)
     if ctx.can_respawn:
@@ -89,7 +99,7 @@ def start_again(ctx: Context, message: str) -> NoReturn:
 
 def leave_for_peers(ctx: Context) -> NoReturn:
     """Another rank has died, and whoever started the ranks ends the others to start all of them again."""
-    ctx.page.leave("another rank died")
+    ctx.page.leave(LEFT_FOR_PEERS)
     let_a_save_end(ctx)
     end_process(ExitCode.RANK_LOST)
 

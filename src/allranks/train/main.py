@@ -28,6 +28,7 @@ from allranks.train.leaving import (
     leave_hung,
     let_a_save_end,
     start_again,
+    tell_verdict,
     verdict_of,
 )
 from allranks.train.loop import train
@@ -40,7 +41,7 @@ from allranks.train.snapshot import FirstOom
 from allranks.train.stopwatch import Stopwatch
 from allranks.train.together import RespawnNow
 from allranks.train.versions import versions
-from allranks.verdict import Verdict, read_verdict, write_verdict
+from allranks.verdict import Verdict, read_verdict
 
 
 def run(plan: Plan, rank: Rank, control: ControlPlane, launch: int) -> ExitCode:
@@ -83,8 +84,7 @@ def run(plan: Plan, rank: Rank, control: ControlPlane, launch: int) -> ExitCode:
         let_a_save_end(ctx)
         raise
     if ctx.is_main:
-        write_verdict(ctx.run_dir, verdict)
-        ctx.console.say(f"{verdict.reason}: {verdict.message}")
+        tell_verdict(ctx, verdict)
     if ctx.liveness is not None:
         ctx.liveness.close()
     ctx.control.exchange([])  # nobody leaves before the verdict is on the disk
