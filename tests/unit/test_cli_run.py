@@ -101,6 +101,9 @@ def test_launches_of_one_run_are_numbered(allranks: Command) -> None:
         assert f"allranks: run · launch {number} · ddp on 2 cpu ranks" in done.stdout
 
 
+STILLBORN = "before all had joined, so none was started again"
+
+
 @pytest.mark.parametrize(
     ("verdict", "code", "last_lines"),
     [
@@ -113,8 +116,7 @@ def test_launches_of_one_run_are_numbered(allranks: Command) -> None:
                 "allranks: the last lines of runs/run/logs/launch-0001/rank0.log:",
                 "    Traceback (most recent call last):",
                 "    ValueError: boom",
-                "allranks: exit code 1: rank 0 failed with exit status 1; that was before all ranks had joined, so none "
-                "was started again",
+                f"allranks: exit code 1: rank 0 failed with exit status 1; {STILLBORN}",
             ],
         ),
     ],

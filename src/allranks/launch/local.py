@@ -251,7 +251,7 @@ def _found_out(run_dir: Path, request: LaunchRequest, status: int, deaths: Death
     outcome = unexplained(int(ExitCode.CRASH) if in_vain else status, request.log_dir)
     if in_vain:
         fix = "\n    fix: run the same command again" if outcome.exit_code is ExitCode.RANK_LOST else ""
-        word = "that was before all ranks had joined, so none was started again"
+        word = "before all had joined, so none was started again"
         outcome = replace(outcome, message=f"{outcome.message}; {word}{fix}")
     if not request.restarts:
         outcome = deaths.explained(outcome)
