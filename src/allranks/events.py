@@ -11,6 +11,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from os import SEEK_END
 from pathlib import Path
 from typing import Any, TextIO
@@ -119,7 +120,8 @@ class EventLog:
 
     def close(self) -> None:
         """Close the file; nothing is written afterwards."""
-        self._file.close()
+        with suppress(OSError):  # of what a full disk has refused before
+            self._file.close()
 
 
 def _ends_a_line(path: Path) -> bool:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
 import threading
 import time
-from io import TextIOWrapper
+from io import BufferedWriter, FileIO, TextIOWrapper
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from allranks.rundir import share_lock
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 _PARENT_POLL_S = 1.0
 
@@ -29,9 +34,30 @@ def redirect_output(log: Path) -> None:
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(line_buffering=True, errors="backslashreplace")
+    sys.stdout, sys.stderr = (
+        TextIOWrapper(
+            BufferedWriter(_Log(number, "w", closefd=False)),
+            encoding="utf-8",
+            errors="backslashreplace",
+            line_buffering=True,
+        )
+        for number in (1, 2)
+    )
+
+
+class _Log(FileIO):
+    """What a full disk has no room for is lost, and is no failure of whoever prints, ours or a library.
+
+    The next save says that the disk is full.
+    """
+
+    def write(self, data: Buffer) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            return memoryview(data).nbytes
 
 
 def follow_parent(grace_s: float) -> None:

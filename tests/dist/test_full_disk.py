@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -83,3 +85,41 @@ def test_a_disk_that_is_full_at_the_second_save(tiny_llama_dir: Path, small_disk
     assert again.verdict["reason"] == "finished"
     assert [event["step"] for event in again.events("resume")] == [4]
     assert [event["step"] for event in again.events("step") if event["launch"] == 2] == list(range(5, 15))
+
+
+def _fill(run_dir: Path) -> None:
+    """Once the run has made a step, take all that is left of its disk."""
+    events = run_dir / "events" / "rank0.jsonl"
+    while not events.exists() or '"kind": "step"' not in events.read_text(encoding="utf-8"):
+        time.sleep(0.02)
+    with (run_dir.parent / "filling").open("wb", buffering=0) as file:
+        for size in (1024**2, 4096):
+            try:
+                while True:
+                    file.write(bytes(size))
+            except OSError:
+                pass
+
+
+@pytest.mark.timeout(240)
+def test_a_disk_that_is_full_to_the_last_byte_has_room_for_the_verdict(
+    tiny_llama_dir: Path, small_disk: Path, tmp_path: Path
+) -> None:
+    config = config_of(
+        tiny_llama_dir,
+        tmp_path,
+        output__dir=str(small_disk),
+        output__name="full",
+        output__save_steps=30,
+        lora__r=RANK,
+        training__max_steps=60,
+    )
+    filling = threading.Thread(target=_fill, args=(small_disk / "full",), daemon=True)
+    filling.start()
+    run = launch(config, tmp_path, profile="ddp", ranks=2)
+    filling.join(timeout=10)
+    assert run.status == 6, run.output
+    assert run.verdict["reason"] == "storage"
+    assert run.verdict["message"].startswith("the checkpoint of step 30 was not written"), run.verdict
+    assert f"exit code 6: storage at step {run.verdict['step']}: the checkpoint of step 30" in run.output
+    assert "Traceback" not in run.output

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -64,7 +64,8 @@ def _status(argv: list[str] | None) -> int:
         except ControlPlaneLost as error:
             lost(error)
         except AllranksError as error:
-            print(error, file=sys.stderr, flush=True)
+            with suppress(OSError):
+                print(error, file=sys.stderr, flush=True)
             return int(error.exit_code)
         except Exception:
             failed()

@@ -30,8 +30,9 @@ class Console:
     def progress(self, message: str) -> None:
         """Replace the live line, on rank 0 under a launcher with a terminal; else nothing."""
         if self._main and self._live:
-            sys.stdout.write(f"{message}\r")
-            sys.stdout.flush()
+            with suppress(OSError):
+                sys.stdout.write(f"{message}\r")
+                sys.stdout.flush()
 
 
 class Pace:

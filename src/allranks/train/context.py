@@ -55,6 +55,7 @@ class Context:
         lockstep: forward and backward contain collectives, so a failure in them can't be voted on.
         writer: writes checkpoints while training goes on, on rank 0.
         signalled: why this process was asked to stop: names of signals, or that a save failed.
+        last_failure: record of this rank's own last failure, which a full disk may have refused.
     """
 
     plan: Plan
@@ -79,6 +80,7 @@ class Context:
     lockstep: bool = False
     writer: BackgroundWriter = field(default_factory=BackgroundWriter)
     signalled: list[str] = field(default_factory=list)
+    last_failure: FailureRecord | None = None
     started: float = field(default_factory=time.monotonic)
 
     @property
@@ -139,6 +141,7 @@ class Context:
             bytes_free=what.bytes_free,
             **where,
         )
+        self.last_failure = record
         if record.write(self.run_dir) is None:
             self.console.say(f"the failure record of step {key.step} could not be written")
         self.events.write(

@@ -7,6 +7,7 @@ import os
 import sys
 import time
 import traceback
+from contextlib import suppress
 from dataclasses import replace
 from typing import NoReturn
 
@@ -115,8 +116,9 @@ def end_process(status: int) -> NoReturn:
     Not Python's own: the threads of torch's stores and groups, which it would take down wherever they are, abort a
     process whose work is done, or hide what it died of.
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # of a log on a full disk
+            stream.flush()
     os._exit(status)
 
 
@@ -128,7 +130,8 @@ def failed() -> NoReturn:
 
 def lost(error: ControlPlaneLost) -> NoReturn:
     """The end of a rank whose peers are gone, without taking down its data plane, for that may never end."""
-    print(f"rank lost: {error}", file=sys.stderr, flush=True)
+    with suppress(OSError):
+        print(f"rank lost: {error}", file=sys.stderr, flush=True)
     # Torchelastic names the one rank that it saw dead first: that shall be the peer. It then ends this one, sooner.
     time.sleep(_AFTER_YOU_S)
     end_process(ExitCode.RANK_LOST)

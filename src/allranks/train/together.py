@@ -244,7 +244,8 @@ def explained(ctx: Context, stop: Stop, key: AttemptKey, cause_rank: int | None)
 
     Of a lack of memory the stop itself tells everything; the whole text is in the record.
     """
-    records = read_all(ctx.run_dir, launch=key.launch, step=key.step)
+    own = [ctx.last_failure] if ctx.last_failure is not None and ctx.last_failure.step == key.step else []
+    records = [*own, *read_all(ctx.run_dir, launch=key.launch, step=key.step)]
     mine = (cause_rank, key.generation, key.attempt)
     words = next((r for r in reversed(records) if (r.rank, r.generation, r.attempt) == mine), None)
     if words is not None and words.gpu_processes:
