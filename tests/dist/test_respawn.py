@@ -283,3 +283,21 @@ def test_ranks_that_die_before_they_have_joined_are_not_started_for_ever(tiny_ll
     # They die faster than the launcher looks, so torchelastic may be one start ahead of it.
     assert run.output.count("all ranks are started again") <= 2
     assert len(list((run.run_dir / "logs").glob("*/torchrun/*/attempt_*"))) <= 3
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(200)
+def test_a_rank_that_is_stopped_before_it_joins_ends_the_launch(tiny_llama_dir: Path, folder: Path) -> None:
+    config = _config(tiny_llama_dir, folder, "absent", oom__hang_timeout_s=5)
+    stopped = folder / "stopped"
+    stopped.mkdir()
+    (stopped / "sitecustomize.py").write_text(
+        "import os, signal, sys\n"
+        "if 'allranks.train' in sys.orig_argv and os.environ.get('RANK') == '1':\n"
+        "    os.kill(os.getpid(), signal.SIGSTOP)\n"
+    )
+    run = launch(config, folder, profile="ddp", ranks=2, more_env={"PYTHONPATH": str(stopped)})
+    assert run.status == 5, run.output
+    assert "rank 0 waited 1 min 00 s for the others to join: one of 2 is stopped, or still starting" in run.output
+    assert "before all had joined, so none was started again" in run.output
+    assert "fix: run the same command again" in run.output

@@ -36,8 +36,25 @@ class ControlPlane:
     and is noticed in under a second, whatever the time-out.
     """
 
-    def __init__(self, *, rank: int, world_size: int, timeout: timedelta = timedelta(hours=6)) -> None:
-        """Make the group. All ranks call this at the same place, after the default group was made."""
+    def __init__(
+        self,
+        *,
+        rank: int,
+        world_size: int,
+        timeout: timedelta = timedelta(hours=6),
+        join_timeout: timedelta = timedelta(minutes=30),
+    ) -> None:
+        """Make the group. All ranks call this at the same place, after the default group was made.
+
+        Args:
+            rank: this one.
+            world_size: ranks.
+            timeout: how long a vote may wait.
+            join_timeout: how long to wait for the others here.
+
+        Raises:
+            RuntimeError: another rank did not come.
+        """
         self.rank = rank
         self.world_size = world_size
         self.waiting: Callable[[str], AbstractContextManager[None]] = lambda _what: nullcontext()
@@ -47,9 +64,10 @@ class ControlPlane:
         self._group: ProcessGroup | None = None
         if world_size > 1:
             import torch
-            from torch.distributed import new_group
+            from torch.distributed import distributed_c10d, new_group
 
-            self._group = new_group(backend="gloo", timeout=timeout)
+            self._group = new_group(backend="gloo", timeout=join_timeout)
+            distributed_c10d._set_pg_timeout(timeout, self._group)
             self._mine = torch.zeros(_HEADER_WIDTH + ROW_WIDTH, dtype=torch.float64, device="cpu")
             self._table = torch.zeros(world_size, _HEADER_WIDTH + ROW_WIDTH, dtype=torch.float64, device="cpu")
             self._rows = list(self._table.unbind())

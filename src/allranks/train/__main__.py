@@ -46,7 +46,7 @@ def _status(argv: list[str] | None) -> int:
     from allranks.train.bare import start_bare
     from allranks.train.leaving import failed, lost, process_status
     from allranks.train.main import run
-    from allranks.train.process import join, joined_control, leave
+    from allranks.train.process import join, leave
     from allranks.train.quiet import quiet
 
     quiet()
@@ -54,8 +54,8 @@ def _status(argv: list[str] | None) -> int:
         try:
             if arguments.run_dir is not None:
                 plan, launch = Plan.read(arguments.run_dir), place.launch
-                rank = join(plan.profile_kind, plan.mixed_precision)
-                control = joined_control(rank)
+                patience_s = plan.config.oom.hang_timeout_s
+                rank, control = join(plan.profile_kind, plan.mixed_precision, patience_s=patience_s)
             else:
                 plan, rank, control, launch = start_bare(arguments.config, arguments.overrides, held)
             code = run(plan, rank, control, launch)

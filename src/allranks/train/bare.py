@@ -16,7 +16,7 @@ from allranks.plan.plan import PLAN_FILE, Plan
 from allranks.plan.planner import make_plan, run_directory
 from allranks.profiles import profile_from_values
 from allranks.rundir import discard_stop_request, launch_lock, launch_log_dir, next_launch, replace_text
-from allranks.train.process import Rank, configured_profile, join, joined_control
+from allranks.train.process import Rank, configured_profile, join
 from allranks.verdict import prepare_verdict
 
 _OFF = (
@@ -53,8 +53,7 @@ def start_bare(config_file: Path, overrides: Sequence[str], held: ExitStack) -> 
         recorded_global_batch=recorded,
     )
     plan = replace(plan, notes=(*plan.notes, _OFF))
-    rank = join(profile.kind, plan.mixed_precision)
-    control = joined_control(rank)
+    rank, control = join(profile.kind, plan.mixed_precision, patience_s=config.oom.hang_timeout_s)
     answer = ""
     if place.rank == 0:
         try:

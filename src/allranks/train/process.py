@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import yaml
 
 from allranks import environment
 from allranks.coordinator.agreement import ControlPlane
-from allranks.errors import UserError
+from allranks.errors import AllranksError, ExitCode, UserError
 from allranks.plan.plan import ProfileKind
 from allranks.strategies.base import Strategy
+from allranks.units import human_seconds
 
 DATA_PLANE_TIMEOUT_S = 1800
 """How long a collective of the data plane may wait; the control plane's votes may wait for hours."""
+
+LEAST_PATIENCE_S = 60.0
+"""For ranks that start at the same time: libraries take that long to load from a cold disk."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +107,48 @@ def _given(variable: str) -> Any:
     return yaml.safe_load(text)
 
 
-def join(profile: ProfileKind, precision: str) -> Rank:
+class NotJoined(AllranksError):
+    """Another rank did not come."""
+
+    exit_code = ExitCode.RANK_LOST
+
+
+def join(profile: ProfileKind, precision: str, *, patience_s: float | None) -> tuple[Rank, ControlPlane]:
+    """Meet the other ranks: the process groups, and the control plane over them.
+
+    Args:
+        profile: how the model is to be spread.
+        precision: ``bf16``, ``fp16`` or ``no``.
+        patience_s: how long to wait for a rank that does not come, but at least `LEAST_PATIENCE_S`; None: as long as
+            for a collective.
+
+    Raises:
+        NotJoined: one did not come.
+        UserError: the profile is for several ranks, and there is one.
+    """
+    patience = timedelta(seconds=DATA_PLANE_TIMEOUT_S if patience_s is None else max(LEAST_PATIENCE_S, patience_s))
+    place = environment.rank_environment()
+    began = time.monotonic()
+    try:
+        rank = _joined(profile, precision, patience)
+        control = ControlPlane(rank=place.rank, world_size=place.world_size, join_timeout=patience)
+    except RuntimeError as error:
+        if time.monotonic() - began < 0.9 * patience.total_seconds():
+            raise
+        raise NotJoined(
+            f"rank {place.rank} waited {human_seconds(patience.total_seconds())} for the others to join: one of "
+            f"{place.world_size} is stopped, or still starting\n"
+            "    fix: see which rank's log ends first; for a slow start, raise oom.hang_timeout_s"
+        ) from error
+    if place.world_size > 1:
+        # Who is here may be slower than that.
+        usual = timedelta(seconds=DATA_PLANE_TIMEOUT_S)
+        dist.distributed_c10d._set_pg_timeout(usual, dist.group.WORLD)
+        dist.distributed_c10d._get_default_store().set_timeout(usual)
+    return rank, control
+
+
+def _joined(profile: ProfileKind, precision: str, patience: timedelta) -> Rank:
     """Start the process groups through accelerate.
 
     Ranks on CPUs, and ranks that share a GPU (NCCL refuses two on one), talk over gloo.
@@ -118,11 +165,7 @@ def join(profile: ProfileKind, precision: str) -> Rank:
         if shared:
             # Accelerate and DeepSpeed take the card of this number, and the second rank has none of its own.
             environment.put("LOCAL_RANK", str(place.local_rank % torch.cuda.device_count()))
-        handlers.append(
-            InitProcessGroupKwargs(
-                backend="gloo" if shared or not cuda else "nccl", timeout=timedelta(seconds=DATA_PLANE_TIMEOUT_S)
-            )
-        )
+        handlers.append(InitProcessGroupKwargs(backend="gloo" if shared or not cuda else "nccl", timeout=patience))
     elif profile != "single":
         raise UserError(
             f"profile {profile} runs on several ranks, and there is one\n    fix: --profile single, or --gpus 2"
@@ -158,11 +201,6 @@ def spread(rank: Rank, model: torch.nn.Module, make_optimizer: Callable[[Any], t
     # On CPU ranks accelerate drops the plugin; it reads the profile from the environment in either case.
     plugin = getattr(rank.accelerator.state, "fsdp_plugin", None) or FullyShardedDataParallelPlugin()
     return Fsdp(rank.accelerator, plugin, model, make_optimizer)
-
-
-def joined_control(rank: Rank) -> ControlPlane:
-    """The control plane over all ranks; every rank calls this at the same place."""
-    return ControlPlane(rank=rank.environment.rank, world_size=rank.environment.world_size)
 
 
 def leave(control: ControlPlane) -> None:

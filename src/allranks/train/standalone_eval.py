@@ -101,7 +101,7 @@ def side_by_side(request: EvalRequest, *, say: Words, progress: Words) -> SideBy
     quiet()
     trained = _trained_adapter(request, say)
     config = _config_of(trained.plan, request)
-    rank = join("single", _precision(trained.plan, say))
+    rank, _ = join("single", _precision(trained.plan, say), patience_s=None)
     tokenizer, _ = load_tokenizer(config)
     data = _prepared(config, tokenizer, request, progress)
     chosen = data.eval
