@@ -37,7 +37,14 @@ class Collate:
 
 def on_device(batch: Mapping[str, torch.Tensor | int], device: torch.device) -> ModelInputs:
     """`batch` with its tensors on `device`."""
-    return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+    return {name: moved(value, device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+
+
+def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of the host on `device`. A GPU is not waited for: a copy from pageable memory would stand behind all the
+    work that it still has.
+    """
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def flat_batch(samples: Sequence[Tokens], pad_token_id: int) -> ModelInputs:

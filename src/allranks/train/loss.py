@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from allranks.data.collate import ModelInputs, on_device
+from allranks.data.collate import ModelInputs, moved, on_device
 
 IGNORED = -100
 
@@ -33,7 +33,9 @@ class Targets:
     def to(self, device: torch.device) -> Targets:
         """The same on `device`."""
         return Targets(
-            positions=self.positions.to(device), labels=self.labels.to(device), weights=self.weights.to(device)
+            positions=moved(self.positions, device),
+            labels=moved(self.labels, device),
+            weights=moved(self.weights, device),
         )
 
 
