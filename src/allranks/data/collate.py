@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
 
-from allranks.data.tokens import IGNORED_LABEL, Tokens
+from allranks.data.tokens import IGNORED_LABEL, TokenArrays, Tokens
 
 ModelInputs = dict[str, torch.Tensor | int]
 """Keyword arguments of a model, ``labels`` among them."""
@@ -26,7 +27,7 @@ class Collate:
     pad_token_id: int
     flat: bool
 
-    def __call__(self, samples: Sequence[Tokens]) -> ModelInputs:
+    def __call__(self, samples: Sequence[Tokens | TokenArrays]) -> ModelInputs:
         """As `flat_batch` or `pad_batch` makes it."""
         return flat_batch(samples, self.pad_token_id) if self.flat else {**pad_batch(samples, self.pad_token_id)}
 
@@ -47,7 +48,7 @@ def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
-def flat_batch(samples: Sequence[Tokens], pad_token_id: int) -> ModelInputs:
+def flat_batch(samples: Sequence[Tokens | TokenArrays], pad_token_id: int) -> ModelInputs:
     """All `samples` end to end.
 
     Args:
@@ -64,15 +65,15 @@ def flat_batch(samples: Sequence[Tokens], pad_token_id: int) -> ModelInputs:
         samples = [Tokens(input_ids=[pad_token_id], labels=[IGNORED_LABEL])]
     lengths = torch.tensor([len(sample.input_ids) for sample in samples])
     starts = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-    if any(len(sample.labels) != len(sample.input_ids) for sample in samples):
-        labels = torch.tensor([sample.labels[0] for sample in samples])
-    else:
-        labels = torch.tensor([label for sample in samples for label in (IGNORED_LABEL, *sample.labels[1:])])[None]
+    labels = torch.from_numpy(np.concatenate([np.asarray(sample.labels, dtype=np.int64) for sample in samples]))
+    if len(labels) == int(starts[-1]):
+        labels[starts[:-1]] = IGNORED_LABEL
+        labels = labels[None]
     places = torch.arange(int(starts[-1])) - starts[:-1].repeat_interleave(lengths)
     boundaries = starts.to(torch.int32)
     longest = int(lengths.max())
     return {
-        "input_ids": torch.tensor([token for sample in samples for token in sample.input_ids])[None],
+        "input_ids": torch.from_numpy(np.concatenate([np.asarray(s.input_ids, dtype=np.int64) for s in samples]))[None],
         "position_ids": places[None],
         "labels": labels,
         "cu_seq_lens_q": boundaries,
@@ -83,7 +84,7 @@ def flat_batch(samples: Sequence[Tokens], pad_token_id: int) -> ModelInputs:
 
 
 def pad_batch(
-    samples: Sequence[Tokens], pad_token_id: int, padding_side: Literal["right", "left"] = "right"
+    samples: Sequence[Tokens | TokenArrays], pad_token_id: int, padding_side: Literal["right", "left"] = "right"
 ) -> dict[str, torch.Tensor]:
     """Pad `samples` to the longest of them.
 
@@ -111,10 +112,10 @@ def pad_batch(
     for row, sample in enumerate(samples):
         count = len(sample.input_ids)
         here = slice(0, count) if padding_side == "right" else slice(width - count, width)
-        input_ids[row, here] = torch.tensor(sample.input_ids)
+        input_ids[row, here] = torch.from_numpy(np.asarray(sample.input_ids, dtype=np.int64))
         attention_mask[row, here] = 1
         if not classes:
-            labels[row, here] = torch.tensor(sample.labels)
+            labels[row, here] = torch.from_numpy(np.asarray(sample.labels, dtype=np.int64))
     if classes:
         labels = torch.tensor([sample.labels[0] for sample in samples], dtype=torch.int64)
     batch = {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}

@@ -147,7 +147,7 @@ def _forward_backward(ctx: Context, job: Job, ids: tuple[int, ...], at: Attempt)
     for micro_step, sample_ids in enumerate(mine):
         if micro_step > 0 and not job.strategy.lockstep:
             ctx.flag.leave_if_raised(at.key)
-        batch = job.collate([data[i] for i in sample_ids])
+        batch = job.collate([data.arrays(i) for i in sample_ids])
         tokens = job.collate.tokens(data.lengths[list(sample_ids)].tolist())
         at.enter("forward", micro_step=micro_step, sample_ids=sample_ids, tokens=tokens)
         torch.manual_seed(
