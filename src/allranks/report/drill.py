@@ -46,11 +46,11 @@ def _became(report: RunReport, events: Mapping[int, Sequence[dict[str, Any]]], f
         if event["failed_rank"] is None or (event["failed_rank"], event["phase"]) == (fault.rank, fault.phase)
     ]
     retries = [e for e in report.incidents if e["kind"] == "retry" and e["step"] == step]
-    events_after = {"eval": report.evaluations, "save": report.saves}.get(fault.phase)
     if fault.phase == "final":
         passed = report.state == "finished"
-    elif events_after is not None:
-        passed = any(event["step"] == step for event in events_after)
+    elif fault.phase in _OPTIONAL:
+        told = [event for event in events[0] if event["kind"] == fault.phase]
+        passed = any(event["step"] == step for event in (*told, *(report.saves if fault.phase == "save" else ())))
     else:
         passed = report.step >= max(step, 1)
     if fault.kind in _DEADLY and fault.phase != "load":
@@ -72,6 +72,8 @@ def _became(report: RunReport, events: Mapping[int, Sequence[dict[str, Any]]], f
         resumed = respawns[-1]["resumed_step"]
         return f"{happened}; all ranks were started again, went on from step {resumed}, and passed it"
     if retries:
+        if fault.phase == "save":
+            return f"{happened}; all ranks took it again, and it was written"
         caps = caps_words(retries[-1]["caps"])
         return f"{happened}; all ranks took the step again with {caps}, and committed it"
     return f"{happened}; {end}"
