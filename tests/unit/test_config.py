@@ -161,6 +161,12 @@ BAD_TOGETHER = [
         "set data.eval, or remove training.eval_on_start",
     ),
     (
+        "training: {gradient_checkpointing: false, gradient_checkpointing_layers: 4}",
+        "training.gradient_checkpointing_layers",
+        "4 has no meaning with training.gradient_checkpointing: false",
+        "set training.gradient_checkpointing: true, or remove training.gradient_checkpointing_layers",
+    ),
+    (
         "model: {name_or_path: org/model, num_labels: 3}",
         "model.num_labels",
         "3 has no meaning for model.task: causal-lm",

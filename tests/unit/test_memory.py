@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from allranks.config.schema import RunConfig, recomputes_all
 from allranks.train.memory import MemoryMeter
 from allranks.train.model import checkpoint_activations
+from allranks.train.setup import first_caps
 from allranks.train.snapshot import FirstOom
 from allranks.units import MIB
 
@@ -121,3 +124,40 @@ def test_checkpointing_turned_on_between_two_steps_recomputes_and_changes_nothin
     recomputed = gradient()
     assert len(calls) == 2
     assert torch.equal(plain, recomputed)
+
+
+def test_the_first_layers_recompute_and_the_last_ones_keep_their_activations(tiny_llama_dir: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_llama_dir)
+    model.train()
+    calls: list[int] = []
+    for number, layer in enumerate(model.model.layers):
+        layer.self_attn.register_forward_hook(lambda *_, number=number: calls.append(number))
+    ids = torch.arange(12).reshape(2, 6)
+
+    def forwards() -> list[int]:
+        calls.clear()
+        model(input_ids=ids, labels=ids).loss.backward()
+        return calls
+
+    assert checkpoint_activations(model, 1) == 2
+    assert forwards() == [0, 1, 0]
+    assert checkpoint_activations(model, 2) == 2
+    assert forwards() == [0, 1, 1, 0]
+    checkpoint_activations(model, 1)
+    checkpoint_activations(model)  # as the ranks do when one sample does not fit
+    assert forwards() == [0, 1, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("training", "all_recompute"),
+    [({}, True), ({"gradient_checkpointing": False}, False), ({"gradient_checkpointing_layers": 1}, False)],
+)
+def test_ranks_may_still_ask_for_more_recomputation(training: dict[str, Any], all_recompute: bool) -> None:
+    config = RunConfig.model_validate(
+        {"model": {"name_or_path": "org/model"}, "data": {"train": "org/data"}, "training": training}
+    )
+    state = first_caps(config)
+    assert state.checkpointing == all_recompute
+    assert (state.reborn().checkpointing, recomputes_all(config.training)) == (all_recompute, all_recompute)

@@ -77,6 +77,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "oom.max_retries_per_step": st.sampled_from([16, 2]),
     "oom.max_skipped_samples": st.sampled_from([0, 3]),
     "training.loss_kernel": st.sampled_from(["auto", "torch", "chunked", "logits"]),
+    "training.gradient_checkpointing_layers": st.sampled_from([None, 1, 2]),
     "training.fit_cost": st.sampled_from([True, False]),
     "oom.grow_back": st.sampled_from([True, False]),
     "oom.memory_history": st.sampled_from([0, 1000]),

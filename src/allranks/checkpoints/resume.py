@@ -80,6 +80,7 @@ FREE_KEYS: dict[str, str] = {
     "training.loss_kernel": "another kernel, the same mathematics to rounding",
     "training.fit_cost": "the split of a global batch does not change its gradient",
     "training.gradient_checkpointing": "it recomputes the same activations",
+    "training.gradient_checkpointing_layers": "it recomputes the same activations",
     "training.logging_steps": "logging changes no weight",
     "training.eval_steps": "evaluation changes no weight",
     "training.eval_on_start": "evaluation changes no weight",

@@ -111,6 +111,16 @@ def _name_is_a_folder_name(get: Values) -> Iterator[Problem]:
         )
 
 
+def _layers_are_recomputed(get: Values) -> Iterator[Problem]:
+    layers = get("training.gradient_checkpointing_layers")
+    if layers is not None and not get("training.gradient_checkpointing"):
+        yield Problem(
+            path="training.gradient_checkpointing_layers",
+            message=f"{layers} has no meaning with training.gradient_checkpointing: false",
+            fix="set training.gradient_checkpointing: true, or remove training.gradient_checkpointing_layers",
+        )
+
+
 RULES: tuple[tuple[tuple[str, ...], Callable[[Values], Iterator[Problem]]], ...] = (
     (("training.eval_steps", "training.eval_on_start", "data.eval"), _evaluation_has_data),
     (("model.num_labels", "model.task"), _labels_have_a_head),
@@ -118,6 +128,7 @@ RULES: tuple[tuple[tuple[str, ...], Callable[[Values], Iterator[Problem]]], ...]
     (("data.max_length", "data.max_length_cap"), _length_is_under_its_cap),
     (("quantization.load_in_4bit", *_FOUR_BIT_DEFAULTS), _four_bit_keys_have_an_effect),
     (("lora.target_modules",), _something_is_adapted),
+    (("training.gradient_checkpointing_layers", "training.gradient_checkpointing"), _layers_are_recomputed),
     (("output.name",), _name_is_a_folder_name),
 )
 """The keys that a rule reads, and the rule; it is left out where one of its keys is wrong by itself."""

@@ -149,6 +149,12 @@ class TrainingConfig(_Section):
         "auto", description="Compute dtype; auto follows the profile as far as the hardware goes."
     )
     gradient_checkpointing: bool = Field(True, description="Recompute activations in backward to save memory.")
+    gradient_checkpointing_layers: int | None = Field(
+        None,
+        ge=1,
+        le=MAX_COUNT,
+        description="Recompute those of the first so many decoder layers only: faster, for more memory; null: of all.",
+    )
     loss_reduction: Literal["token", "sample"] = Field(
         "token", description="Mean over the global batch's target tokens, or mean of per-sample means."
     )
@@ -174,6 +180,11 @@ class TrainingConfig(_Section):
         None, ge=1, le=MAX_COUNT, description="Steps between evaluations; default: only at the end."
     )
     eval_on_start: bool = Field(False, description="Evaluate before the first step too.")
+
+
+def recomputes_all(training: TrainingConfig) -> bool:
+    """No more activations could be recomputed than are."""
+    return training.gradient_checkpointing and training.gradient_checkpointing_layers is None
 
 
 class OomConfig(_Section):

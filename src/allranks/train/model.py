@@ -144,17 +144,37 @@ def load_model(
             module.support_avx512bf16_for_cpu = False
     model = _add_adapter(base, config, extra_modules)
     if config.training.gradient_checkpointing:
-        checkpoint_activations(model)
+        layers = config.training.gradient_checkpointing_layers
+        found = checkpoint_activations(model, layers)
+        if layers is not None and layers >= found:
+            notes.append(
+                f"training.gradient_checkpointing_layers is {layers}, and the model has {found}: all recompute"
+            )
     head = loss_head(
         base, config.training.loss_kernel, device=device, uniform=config.training.loss_reduction == "token"
     )
     return ModelParts(model=model, attention=attention, head=head, notes=(*notes, *head.words))
 
 
-def checkpoint_activations(model: Any) -> None:
-    """Recompute activations in backward from here on; may be called at any time between two steps."""
+def checkpoint_activations(model: Any, layers: int | None = None) -> int:
+    """Recompute activations in backward from here on; may be called at any time between two steps.
+
+    Args:
+        model: below or above its adapter.
+        layers: of the first so many decoder layers; None: of all. The last ones are the ones to keep: their activations
+            are gone when backward comes to the layers that recompute.
+
+    Returns:
+        How many layers there are.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.enable_input_require_grads()
+    found = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    for kept in found[layers:] if layers is not None else ():
+        kept.gradient_checkpointing = False
+    return len(found)
 
 
 def _load_base(

@@ -6,6 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from allranks.config.schema import recomputes_all
 from allranks.coordinator.agreement import ControlPlane
 from allranks.coordinator.autopsy import examine, read_caps
 from allranks.coordinator.policy_state import PolicyState
@@ -128,8 +129,8 @@ def tell(ctx: Context, revival: Revival, resumed_step: int) -> None:
 
 def _limits(ctx: Context) -> str:
     words = [ctx.policy.train.caps.words()]
-    if ctx.policy.checkpointing and not ctx.plan.config.training.gradient_checkpointing:
-        words.append("gradient checkpointing")
+    if ctx.policy.checkpointing and not recomputes_all(ctx.plan.config.training):
+        words.append("gradient checkpointing of all layers")
     if ctx.policy.skipped:
         words.append(f"{plural(len(ctx.policy.skipped), 'sample')} left out")
     return ", ".join(words)

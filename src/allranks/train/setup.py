@@ -13,7 +13,7 @@ from allranks.caps import Caps
 from allranks.checkpoints.adapter_files import tied_names
 from allranks.checkpoints.resume import fingerprint_difference, resume_differences, resume_notes
 from allranks.checkpoints.store import CheckpointRef, CheckpointStore, check_optimizer, check_tensors
-from allranks.config.schema import RunConfig
+from allranks.config.schema import RunConfig, recomputes_all
 from allranks.coordinator.policy_state import PolicyState
 from allranks.data.collate import Collate
 from allranks.data.prepare import DataRequest, PreparedData, prepare
@@ -47,7 +47,7 @@ def first_caps(config: RunConfig) -> PolicyState:
     return PolicyState.start(
         train=Caps(max_samples=samples, max_tokens=training.max_tokens_per_micro_batch),
         evaluation=Caps(max_samples=eval_samples, max_tokens=training.max_tokens_per_micro_batch),
-        checkpointing=training.gradient_checkpointing,
+        checkpointing=recomputes_all(training),
     )
 
 
@@ -107,7 +107,7 @@ def set_up(ctx: Context, revival: Revival | None) -> Job:
         total_steps=0,
         scale=LossScale(ctx.rank.precision),
         store=store,
-        checkpointing=config.training.gradient_checkpointing,
+        checkpointing=recomputes_all(config.training),
         position=Position(),
     )
     if ref is not None:
@@ -198,17 +198,24 @@ def _load_data(ctx: Context) -> tuple[Any, PreparedData]:
 
 def _same_room(saved: Plan, current: Plan) -> bool:
     """Nothing that decides what fits has changed, so the caps that the ranks agreed on still hold."""
-    return all(
-        (
-            saved.profile_kind == current.profile_kind,
-            saved.device == current.device,
-            saved.config.model.attn_implementation == current.config.model.attn_implementation,
-            saved.config.training.per_device_train_batch_size == current.config.training.per_device_train_batch_size,
-            saved.config.training.per_device_eval_batch_size == current.config.training.per_device_eval_batch_size,
-            saved.config.training.max_tokens_per_micro_batch == current.config.training.max_tokens_per_micro_batch,
-            saved.config.training.gradient_checkpointing == current.config.training.gradient_checkpointing,
-        )
+    training = [plan.config.training.model_dump(include=_DECIDE_WHAT_FITS) for plan in (saved, current)]
+    return (
+        saved.profile_kind == current.profile_kind
+        and saved.device == current.device
+        and saved.config.model.attn_implementation == current.config.model.attn_implementation
+        and training[0] == training[1]
     )
+
+
+_DECIDE_WHAT_FITS = {
+    "per_device_train_batch_size",
+    "per_device_eval_batch_size",
+    "max_tokens_per_micro_batch",
+    "gradient_checkpointing",
+    "gradient_checkpointing_layers",
+    "loss_kernel",
+}
+"""Keys of `training`."""
 
 
 def _tokenising(ctx: Context, done: int, total: int) -> None:
