@@ -169,6 +169,25 @@ def test_a_kernel_that_is_wrong_is_found_out(monkeypatch: pytest.MonkeyPatch) ->
     assert (works(head, CPU, torch.float32) or "").startswith("chunked gives another gradient (by 1.0e-02)")
 
 
+def test_a_kernel_that_fails_makes_room_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any, **__: Any) -> torch.Tensor:
+        raise RuntimeError("no compiler\nlong story")
+
+    monkeypatch.setattr(torch.nn.functional, "linear_cross_entropy", broken)
+    head = loss_head(_llama(), "auto", device=CPU, uniform=True)
+    assert head.kernel == "torch"
+    why = works(head, CPU, torch.float32)
+    assert why == "torch fails here: RuntimeError: no compiler"
+    head.step_down(why)
+    assert (head.kernel, head.words) == (
+        "chunked",
+        ("the loss is computed by chunked: torch fails here: RuntimeError: no compiler",),
+    )
+    assert works(head, CPU, torch.float32) is None
+    head.step_down("for the test")
+    assert head.kernel == "logits"
+
+
 def test_which_kernel_is_taken() -> None:
     assert loss_head(_llama(), "auto", device=CPU, uniform=True).kernel == "torch"
     assert loss_head(_llama(), "auto", device=CPU, uniform=False).kernel == "chunked"

@@ -38,10 +38,21 @@ class LossHead:
         words: why it is not computed by a kernel, if somebody should know.
     """
 
-    def __init__(self, kernel: Kernel, layer: Any = None, words: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, kernel: Kernel, layer: Any = None, *, others: tuple[Kernel, ...] = (), words: tuple[str, ...] = ()
+    ) -> None:
+        """Put the kernel in place.
+
+        Args:
+            kernel: by which the loss is computed.
+            layer: output layer of the model; None with whole logits.
+            others: what else may be tried, should the kernel not work.
+            words: see the class.
+        """
         self.kernel = kernel
         self.words = words
         self._layer = layer
+        self._others = others
         self._armed: tuple[Targets, Hook | None] | None = None
         self._value: torch.Tensor | None = None
         if layer is not None:
@@ -75,6 +86,15 @@ class LossHead:
             self._armed = None
         assert self._value is not None
         return loss, self._value
+
+    def step_down(self, why: str) -> None:
+        """Take the next kernel, or whole logits if there is none."""
+        if not self._others:
+            self.give_up(why)
+            return
+        self.kernel, *others = self._others
+        self._others = tuple(others)
+        self.words = (f"the loss is computed by {self.kernel}: {why}",)
 
     def give_up(self, why: str) -> None:
         """From here on the loss is that of whole logits."""
@@ -130,10 +150,10 @@ def loss_head(base: Any, wanted: str, *, device: torch.device, uniform: bool) ->
                 [Problem(path="training.loss_kernel", message=f"{wanted} does not work here: {lack}", choices=fits)],
             )
         return LossHead(wanted, layer)  # type: ignore[arg-type]
-    found = next((kernel for kernel, lack in lacks.items() if lack is None), None)
-    if found is None:
+    if unfit is not None:
         return LossHead("logits", words=(f"the loss is computed from whole logits, which takes more memory: {unfit}",))
-    return LossHead(found, layer)
+    found, *others = (kernel for kernel, lack in lacks.items() if lack is None)
+    return LossHead(found, layer, others=tuple(others))
 
 
 def _unfit(layer: Any) -> str | None:
@@ -188,7 +208,20 @@ def _in_chunks(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | 
 
 
 def works(head: LossHead, device: torch.device, dtype: torch.dtype) -> str | None:
-    """What is wrong with the kernel of `head` on a small layer of its own, loss and gradient; None if all is well."""
+    """What is wrong with the kernel of `head` on a small layer of its own, loss and gradient; None if all is well.
+
+    Raises:
+        torch.OutOfMemoryError: there is no room even for that.
+    """
+    try:
+        return _difference(head, device, dtype)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever a compiler of kernels may raise
+        return f"{head.kernel} fails here: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+
+def _difference(head: LossHead, device: torch.device, dtype: torch.dtype) -> str | None:
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(48, 64, generator=generator).to(device, dtype)
     weight = torch.randn(512, 64, generator=generator).to(device, dtype) / 8

@@ -21,7 +21,6 @@ from allranks.errors import Problem, ProblemsError, UserError
 from allranks.plan.plan import Plan
 from allranks.strategies.base import Strategy
 from allranks.strategies.optim import EIGHT_BIT, build_optimizer
-from allranks.train.attention import Attention, keeps_samples_apart, padded
 from allranks.train.base_check import (
     packed_weights,
     require_equal_on_all_ranks,
@@ -29,10 +28,10 @@ from allranks.train.base_check import (
     weights_seen_in_forward,
 )
 from allranks.train.context import Context
-from allranks.train.head import agrees, works
 from allranks.train.job import Job, Position
-from allranks.train.model import COMPUTE_DTYPE, ModelParts, load_model, load_tokenizer, model_max_length
+from allranks.train.model import ModelParts, load_model, load_tokenizer, model_max_length
 from allranks.train.process import spread
+from allranks.train.proofs import prove_loss, proven_attention
 from allranks.train.respawning import Revival, tell
 from allranks.train.scaler import LossScale
 from allranks.train.schedule import total_steps
@@ -80,8 +79,8 @@ def set_up(ctx: Context, revival: Revival | None) -> Job:
         collective=strategy.lockstep and ctx.world_size > 1,
     )
     require_intact(ctx.control, before, seen)
-    attention = _proven(ctx, parts, strategy, tokenizer)
-    _prove_loss(ctx, parts, strategy, tokenizer)
+    attention = proven_attention(ctx, parts, strategy, tokenizer)
+    prove_loss(ctx, parts, strategy, tokenizer)
     order = SampleOrder(
         n_samples=len(data.train),
         lengths=data.train.lengths,
@@ -251,49 +250,6 @@ def _load_model(ctx: Context, tokenizer: Any, data: PreparedData) -> ModelParts:
             loss=parts.head.kernel,
         )
     return parts
-
-
-def _proven(ctx: Context, parts: ModelParts, strategy: Strategy, tokenizer: Any) -> Attention:
-    """The kernel of all ranks; padded rows where a sample sees the one before it in a flat sequence."""
-    attention = parts.attention
-    if not attention.flat:
-        return attention
-
-    def probe(_: Attempt) -> bool:
-        strategy.train_mode(False)
-        return keeps_samples_apart(
-            strategy.forward,
-            vocabulary=min(len(tokenizer), parts.model.get_input_embeddings().num_embeddings),
-            classes=ctx.plan.config.model.task == "sequence-classification",
-            device=ctx.rank.device,
-        )
-
-    apart, _ = together(ctx, "load", 0, probe, collective=strategy.lockstep and ctx.world_size > 1)
-    if all(row[0] for row in ctx.control.exchange([float(apart)])):
-        return attention
-    attention = padded(parts.model.get_base_model(), attention, "a sample sees the one before it")
-    ctx.note(attention.words[-1])
-    return attention
-
-
-def _prove_loss(ctx: Context, parts: ModelParts, strategy: Strategy, tokenizer: Any) -> None:
-    """Have all ranks take whole logits where the kernel's loss is another on one of them."""
-    head = parts.head
-    if head.kernel == "logits":
-        return
-    dtype = COMPUTE_DTYPE[ctx.rank.precision]
-
-    def probe(_: Attempt) -> str | None:
-        strategy.train_mode(False)
-        vocabulary = min(len(tokenizer), parts.model.get_input_embeddings().num_embeddings)
-        same = agrees(head, strategy.forward, vocabulary=vocabulary, device=ctx.rank.device, dtype=dtype)
-        return works(head, ctx.rank.device, dtype) if same else "the model does more with its logits than that"
-
-    wrong, _ = together(ctx, "load", 0, probe, collective=strategy.lockstep and ctx.world_size > 1)
-    rows = ctx.control.exchange([float(wrong is not None)])
-    if any(row[0] for row in rows):
-        head.give_up(wrong or "another rank's kernel fails")
-        ctx.note(head.words[-1])
 
 
 def _spread(ctx: Context, parts: ModelParts) -> Strategy:
