@@ -10,6 +10,7 @@ import argparse
 import random
 
 import torch
+from accelerate import PartialState
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from allranks.library.trainer import CoordinatorMixin  # +
@@ -71,3 +72,5 @@ def main():
 
 if __name__ == "__main__":
     main()
+    # Only here is the model gone. Left to the end of Python, the threads of gloo may abort a process that is done.
+    PartialState().destroy_process_group()

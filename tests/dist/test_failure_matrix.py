@@ -176,9 +176,8 @@ def _became(cell: Cell, at: float, events: list[dict[str, Any]]) -> Became:
             wrong.append(f"{event['kind']} names step {event['step']}")
         if event["failed_rank"] not in (*cell.failing, None):
             wrong.append(f"{event['kind']} names rank {event['failed_rank']}")
-    kinds = {"other"} if cell.memory and cell.phase == "vote" else DEATHS[cell.kind]
     for death in deaths:
-        if death["failure"] not in kinds:
+        if death["failure"] not in DEATHS[cell.kind]:
             wrong.append(f"it was taken for {death['failure']}")
         if death["resumed_step"] not in cell.resumed_steps:
             wrong.append(f"went on from step {death['resumed_step']}, not from {cell.resumed_steps}")

@@ -56,7 +56,8 @@ def test_ctrl_c_ends_the_run_that_goes_on_and_the_matrix_with_it(tmp_path: Path)
     with (tmp_path / "said").open("w+") as said:
         drill = subprocess.Popen(argv, env=environment(), cwd=tmp_path, stdout=said, stderr=subprocess.STDOUT)
         try:
-            while "[1/3] oom in forward" not in (tmp_path / "said").read_text():
+            log = tmp_path / "runs/run-matrix-ddp/matrix.log"
+            while not log.exists() or "allranks: backward-oom-drill · launch 1" not in log.read_text():
                 assert drill.poll() is None
                 time.sleep(0.1)
             drill.send_signal(signal.SIGINT)
@@ -65,6 +66,7 @@ def test_ctrl_c_ends_the_run_that_goes_on_and_the_matrix_with_it(tmp_path: Path)
             drill.kill()
     words = (tmp_path / "said").read_text()
     assert status == 75, words
+    assert "[1/3] oom in forward: in place in " in words
     assert "allranks: SIGINT: the ranks save" in words
     assert words.endswith("allranks: exit code 75: stopped on request after 1 of 3 faults\n"), words
     kept = json.loads((tmp_path / "runs/run-matrix-ddp/matrix.json").read_text())
