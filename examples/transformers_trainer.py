@@ -7,6 +7,7 @@ Llama, the data are random tokens. `--oom-at` imitates a rank 1 in whose memory 
 """
 
 import argparse
+import gc
 import random
 
 import torch
@@ -72,5 +73,7 @@ def main():
 
 if __name__ == "__main__":
     main()
-    # Only here is the model gone. Left to the end of Python, the threads of gloo may abort a process that is done.
+    # The model goes first, of which the Trainer is part of a cycle; a DDP model can wait for ever for a group that is
+    # gone. Left to the end of Python, the threads of gloo may abort a process that is done.
+    gc.collect()
     PartialState().destroy_process_group()
