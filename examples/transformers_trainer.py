@@ -74,6 +74,6 @@ def main():
 if __name__ == "__main__":
     main()
     # The model goes first, of which the Trainer is part of a cycle; a DDP model can wait for ever for a group that is
-    # gone. Left to the end of Python, the threads of gloo may abort a process that is done.
+    # gone. Left to the end of Python, the threads of gloo may abort a process that has finished.
     gc.collect()
     PartialState().destroy_process_group()
