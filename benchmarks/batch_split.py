@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
+from allranks.batches.fit import work_of
 from allranks.batches.order import SampleOrder
 from allranks.batches.split import Cost, split
 from allranks.caps import Caps
@@ -66,22 +67,16 @@ def ours(lengths: list[int], world: int, max_tokens: int, *, cost: Cost, padded:
 def measures(batches: list[MicroBatches], costs: dict[str, Cost], *, padded: bool) -> dict[str, Any]:
     """Padding in percent of what is computed, tokens of the largest micro-batch, modelled time per step."""
 
-    def size(micro: Sequence[int]) -> int:
-        return len(micro) * max(micro, default=0) if padded else sum(micro)
-
-    def seconds(micro: Sequence[int], cost: Cost) -> float:
-        lengths = [max(micro)] * len(micro) if padded and micro else micro
-        return cost.c + sum(cost.a * n + cost.b * n * n for n in lengths)
-
-    micros = [micro for ranks in batches for rank in ranks for micro in rank]
-    real, computed = sum(map(sum, micros)), sum(map(size, micros))
+    works = [[[work_of(micro, padded=padded) for micro in rank] for rank in ranks] for ranks in batches]
+    sizes = [work.tokens for ranks in works for rank in ranks for work in rank]
+    real, computed = sum(sum(micro) for ranks in batches for rank in ranks for micro in rank), sum(sizes)
     told: dict[str, Any] = {
         "padding_percent": round(100 * (1 - real / computed), 2),
-        "largest_micro_batch_tokens": max(map(size, micros)),
+        "largest_micro_batch_tokens": max(sizes),
         "micro_steps": round(statistics.fmean(max(map(len, ranks)) for ranks in batches), 2),
     }
     for name, cost in costs.items():
-        free = [max(sum(seconds(micro, cost) for micro in rank) for rank in ranks) for ranks in batches]
+        free = [max(sum(work.cost(cost) for work in rank) for rank in ranks) for ranks in works]
         told[f"time_{name}"] = round(statistics.fmean(free))
     return told
 

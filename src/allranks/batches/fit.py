@@ -93,7 +93,7 @@ class CostFit:
         return replace(self, weight=weight, moments=tuple(moments), products=tuple(products), squares=squares)
 
     def to_row(self) -> list[float]:
-        """All that was observed, in `ROW_LENGTH` numbers."""
+        """All that was observed, for `of_all`."""
         return [self.weight, *self.moments, *self.products, self.squares]
 
     @classmethod

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -16,6 +15,7 @@ import typer
 
 from allranks.cli.run import Order, plan_of, start
 from allranks.errors import ExitCode, Problem, ProblemsError
+from allranks.launch.local import stops_go_to
 from allranks.launch.logs import Console
 from allranks.launch.outcome import Outcome
 from allranks.plan.plan import FaultKind, Injection, Phase, Plan
@@ -74,7 +74,7 @@ def plan_matrix(order: Order, *, phases: Sequence[str], kinds: Sequence[str], wo
         for kind in wanted_kinds
         if plan.world_size > 1 or (phase != "reduce" and kind != "sigstop")  # who shall notice a lone one?
     )
-    ranks = f"{plan.profile_kind} on {plan.world_size} {plan.device} rank{'s' if plan.world_size > 1 else ''}"
+    ranks = f"{plan.profile_kind} on {plural(plan.world_size, f'{plan.device} rank')}"
     return Matrix(order=order, work_dir=work_dir, ranks=ranks, faults=faults)
 
 
@@ -103,7 +103,7 @@ def run_matrix(matrix: Matrix, *, grace_s: float) -> ExitCode:
     cells: list[Cell] = []
     said = Console(sys.stdout)
     try:
-        with _every_stop_interrupts():
+        with stops_go_to(signal.default_int_handler):  # between two runs too, which see to them by themselves
             failed = _run_all(matrix, cells, said, grace_s)
     except KeyboardInterrupt:
         _tell(matrix, cells, said)
@@ -118,18 +118,6 @@ def run_matrix(matrix: Matrix, *, grace_s: float) -> ExitCode:
         return failed.exit_code
     _tell(matrix, cells, said)
     return ExitCode.OK if all(_as_documented(each) for each in cells) else ExitCode.CRASH
-
-
-@contextmanager
-def _every_stop_interrupts() -> Iterator[None]:
-    """Between two runs, which have handlers of their own, too."""
-    numbers = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
-    before = {number: signal.signal(number, signal.default_int_handler) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _run_all(matrix: Matrix, cells: list[Cell], said: Console, grace_s: float) -> Outcome | None:

@@ -10,7 +10,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -129,18 +129,25 @@ class _StopSignals:
 
 
 @contextmanager
-def _stop_signals() -> Iterator[_StopSignals]:
-    received = _StopSignals()
+def stops_go_to(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Have `handler` called on SIGINT, SIGTERM and SIGHUP, and who was called before again afterwards."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     # What is ignored stays so: nohup does that with SIGHUP, a shell with SIGINT for jobs in the background.
     before = {number: signal.getsignal(number) for number in numbers if signal.getsignal(number) != signal.SIG_IGN}
     for number in before:
-        signal.signal(number, received)
+        signal.signal(number, handler)
     try:
-        yield received
+        yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
+
+
+@contextmanager
+def _stop_signals() -> Iterator[_StopSignals]:
+    received = _StopSignals()
+    with stops_go_to(received):
+        yield received
 
 
 class _Stop:

@@ -71,7 +71,7 @@ class DeathWatch:
     @property
     def _generation(self) -> int:
         ledger = read_ledger(self._run_dir)
-        return ledger.generation if ledger is not None and ledger.launch == self._launch else 0
+        return max(0, ledger.generation) if ledger is not None and ledger.launch == self._launch else 0
 
     def _note(self, death: Death) -> None:
         if death.status == RESPAWN_STATUS:
@@ -85,7 +85,7 @@ class DeathWatch:
         note = ExitNote(rank=death.rank, status=death.status, oom_kills=_oom_kills() - self._oom_kills)
         self._oom_kills += note.oom_kills
         try:
-            write_exit_note(self._run_dir, note, launch=self._launch, generation=max(0, self._generation))
+            write_exit_note(self._run_dir, note, launch=self._launch, generation=self._generation)
         except OSError as error:
             self._console.line(f"allranks: how rank {death.rank} ended could not be noted: {error.strerror}")
 

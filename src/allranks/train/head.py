@@ -13,9 +13,11 @@ from typing import Any, Literal, get_args
 import torch
 import torch.nn.functional as F
 
+from allranks.data.collate import pad_batch
+from allranks.data.tokens import Tokens
 from allranks.errors import Problem, ProblemsError
 from allranks.train.linear_loss import chunked_loss
-from allranks.train.loss import Targets, targets_of, weighted_loss
+from allranks.train.loss import Targets, split_off_targets, targets_of, weighted_loss
 
 Kernel = Literal["liger", "torch", "chunked", "logits"]
 LADDER: tuple[Kernel, ...] = get_args(Kernel)
@@ -101,7 +103,7 @@ class LossHead:
         assert self._layer is not None
         self._layer.forward = self._logits
         self._layer = None
-        self.words = (f"the loss is computed from whole logits, which takes more memory: {why}",)
+        self.words = (_whole_logits(why),)
         self.kernel = "logits"
 
     def _forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -151,9 +153,13 @@ def loss_head(base: Any, wanted: str, *, device: torch.device, uniform: bool) ->
             )
         return LossHead(wanted, layer)  # type: ignore[arg-type]
     if unfit is not None:
-        return LossHead("logits", words=(f"the loss is computed from whole logits, which takes more memory: {unfit}",))
+        return LossHead("logits", words=(_whole_logits(unfit),))
     found, *others = (kernel for kernel, lack in lacks.items() if lack is None)
     return LossHead(found, layer, others=tuple(others))
+
+
+def _whole_logits(why: str) -> str:
+    return f"the loss is computed from whole logits, which takes more memory: {why}"
 
 
 def _unfit(layer: Any) -> str | None:
@@ -246,13 +252,9 @@ def agrees(head: LossHead, forward: Forward, *, vocabulary: int, device: torch.d
     Collective where `forward` is.
     """
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(vocabulary, (2, 24), generator=generator)
-    inputs = {
-        "input_ids": ids.to(device),
-        "attention_mask": torch.ones_like(ids).to(device),
-        "position_ids": torch.arange(24).expand(2, 24).contiguous().to(device),
-    }
-    targets = targets_of(ids, [1.0 / 46] * 2).to(device)
+    ids = torch.randint(vocabulary, (2, 24), generator=generator).tolist()
+    batch = pad_batch([Tokens(input_ids=of, labels=of) for of in ids], 0)
+    inputs, targets = split_off_targets(batch, [1.0 / 46] * 2, device)
     with torch.no_grad():
         found = float(head.loss(forward, inputs, targets)[1])
         expected = float(weighted_loss(forward(inputs), targets))
